@@ -1,0 +1,37 @@
+# `make demo` and `make test` need only make and Python >= 3.11: each creates .venv
+# and installs what it needs. Choose an interpreter with PYTHON=python3.12.
+
+PYTHON ?= python3
+DATA ?=
+RUN := .venv/bin/python
+PIP := $(RUN) -m pip install --quiet --disable-pip-version-check
+
+.PHONY: demo test lint typecheck clean
+
+demo: .venv/demo
+	$(RUN) examples/quickstart.py $(if $(DATA),--data "$(DATA)")
+
+test: .venv/dev
+	$(RUN) -m pytest -n auto --maxprocesses=8 -m "not slow"
+
+lint: .venv/dev
+	$(RUN) -m ruff check
+	$(RUN) -m ruff format --check
+
+typecheck: .venv/dev
+	$(RUN) -m pyright
+
+clean:
+	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis
+
+# The stamps are older than pyproject.toml exactly when the environment is stale.
+.venv/demo: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "jaxact needs Python >= 3.11: make PYTHON=python3.12 ..." >&2; exit 1; }
+	$(PYTHON) -m venv --clear .venv
+	$(PIP) --editable '.[examples]'
+	@touch $@
+
+.venv/dev: .venv/demo
+	$(PIP) --editable '.[dev]'
+	@touch $@

@@ -1,0 +1,120 @@
+"""What jaxact costs before the first step: importing, tracing, compiling.
+
+  python examples/benchmarks/cost.py
+
+Ratios compare a compressed 12-layer transformer with the uncompressed one, on the
+local backend. Every number is the median of several runs, alternating between the two.
+"""
+
+import argparse
+import functools
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import jaxact
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from models import transformer
+
+
+def import_seconds(module: str) -> float:
+    """Seconds that a fresh Python takes to import a module, without its own start."""
+    code = f"""
+import time
+start = time.perf_counter()
+import {module}
+print(time.perf_counter() - start)
+"""
+    command = [sys.executable, "-c", code]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    return float(ran.stdout)
+
+
+def build_seconds(step: Callable[..., Any], *args: Any) -> tuple[float, float]:
+    """Seconds to trace and lower, and to compile, with nothing cached."""
+    jax.clear_caches()
+    start = time.perf_counter()
+    lowered = jax.jit(step).lower(*args)
+    traced = time.perf_counter()
+    lowered.compile()
+    return traced - start, time.perf_counter() - traced
+
+
+def alternate(repeats: int, *measurements: Callable[[], Any]) -> list[list[Any]]:
+    """Results of each measurement; taking turns spreads a machine's moods evenly."""
+    found: list[list[Any]] = [[] for _ in measurements]
+    for _ in range(repeats):
+        for results, measure in zip(found, measurements, strict=True):
+            results.append(measure())
+    return found
+
+
+def report_import(repeats: int) -> None:
+    base, ours = alternate(
+        repeats,
+        functools.partial(import_seconds, "jax"),
+        functools.partial(import_seconds, "jax, jaxact"),
+    )
+    base, ours = statistics.median(base), statistics.median(ours)
+    print(f"import jax {base:.2f} s, and jaxact {ours - base:+.3f} s")
+
+
+def report_build(name: str, loss: Any, layers: Any, policy: Any, repeats: int) -> None:
+    small = jaxact.compress(transformer.block, policy=policy, activations="x")
+    measurements = [
+        functools.partial(
+            build_seconds, jax.grad(functools.partial(loss, block)), layers, SIZE.input
+        )
+        for block in (transformer.block, small)
+    ]
+    for measure in measurements:
+        measure()  # the first run imports and fills caches that are not JAX's
+    base, ours = (
+        [statistics.median(times) for times in zip(*runs, strict=True)]
+        for runs in alternate(repeats, *measurements)
+    )
+    print(
+        f"{name:36s} trace {base[0]:.2f} s x {ours[0] / base[0]:.2f}, "
+        f"compile {base[1]:.2f} s x {ours[1] / base[1]:.2f}, "
+        f"together {sum(base):.2f} s x {sum(ours) / sum(base):.2f}"
+    )
+
+
+SIZE = transformer.Size()
+POLICIES = {
+    "named values": jaxact.Policy(
+        bits=2,
+        recompute=jax.checkpoint_policies.save_only_these_names(*transformer.NAMES),
+    ),
+    "every residual": jaxact.Policy(bits=2),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=5)
+    repeats = parser.parse_args().repeats
+    print(f"JAX {jax.__version__} on {jax.devices()[0].device_kind}, {repeats} runs")
+    report_import(repeats)
+    for name, policy in POLICIES.items():
+        report_build(
+            f"scanned, {name}", transformer.scanned_loss, SIZE.scanned, policy, repeats
+        )
+        report_build(
+            f"unrolled, {name}",
+            transformer.unrolled_loss,
+            SIZE.unrolled,
+            policy,
+            max(1, repeats // 2),
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,21 @@
+"""Activation-compressed training for JAX and Flax.
+
+A *policy* chooses a *codec* for each *residual*; `compress` applies it.
+"""
+
+from jaxact import policies as policies
+from jaxact._codec import (
+    Bitmask as Bitmask,
+    Cast as Cast,
+    Exact as Exact,
+    Offload as Offload,
+    Quantize as Quantize,
+    Recompute as Recompute,
+)
+from jaxact._compress import (
+    CompressionWarning as CompressionWarning,
+    compress as compress,
+)
+from jaxact._memory import Memory as Memory, memory as memory
+from jaxact._policy import Policy as Policy, Rule as Rule
+from jaxact._report import ResidualTable as ResidualTable, residuals as residuals

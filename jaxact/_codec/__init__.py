@@ -1,0 +1,14 @@
+"""How one residual is stored: an action per file, chosen by a policy."""
+
+from jaxact._codec.affine import Quantize as Quantize
+from jaxact._codec.base import Action as Action
+from jaxact._codec.cast import Cast as Cast
+from jaxact._codec.exact import Exact as Exact, Recompute as Recompute
+from jaxact._codec.mask import Bitmask as Bitmask
+from jaxact._codec.offload import Offload as Offload
+
+
+def is_stored_exactly(action: Action) -> bool:
+    """Whether what is decoded is what was encoded, to the last bit."""
+    inner = action.codec if isinstance(action, Offload) else action
+    return isinstance(inner, Exact | Bitmask)

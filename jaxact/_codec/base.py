@@ -1,0 +1,26 @@
+"""What every action can do."""
+
+import abc
+from typing import Any
+
+import jax
+
+
+class Action(abc.ABC):
+    """How one residual is kept from forward to backward.
+
+    An action is a value: frozen, hashable, equal by its fields. `encode` and `decode`
+    are traced into the forward and the backward pass.
+    """
+
+    @abc.abstractmethod
+    def declines(self, shape: tuple[int, ...], dtype: Any) -> str | None:
+        """Why it cannot store such an array, or None when it can."""
+
+    @abc.abstractmethod
+    def encode(self, x: jax.Array, seed: jax.Array) -> Any:
+        """The stored pytree of arrays; `seed` is a uint32 scalar."""
+
+    @abc.abstractmethod
+    def decode(self, stored: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        """An array of the given shape and dtype."""

@@ -1,0 +1,97 @@
+"""What differs between the supported JAX versions, each with its reason.
+
+Everything here uses documented modules (`jax.extend`, `jax.interpreters`); nothing
+reaches into `jax._src`. Versions meant: 0.10.2 to 0.12.
+"""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.extend import core as jex, source_info_util
+
+# 0.12 batches a backward rule correctly when an output ignores the mapped argument;
+# before, such an output's cotangent was counted once per example, so `_compress`
+# splits outputs by what they depend on.
+HAS_GENERIC_BATCHING = (
+    "generic_batching" in inspect.signature(jax.custom_vjp.defvjp).parameters
+)
+VJP_OPTIONS: dict[str, Any] = {"symbolic_zeros": True} | (
+    {"generic_batching": True} if HAS_GENERIC_BATCHING else {}
+)
+
+# Calls whose body has the call's own inputs and outputs. `pjit` and `closed_call` are
+# 0.10 names, `eval_jaxpr` is what 0.12 leaves after partial evaluation.
+CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "eval_jaxpr": "jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "fun_jaxpr",
+    "remat2": "jaxpr",
+    "remat": "jaxpr",
+    "checkpoint": "jaxpr",
+}
+
+
+def open_jaxpr(closed: Any) -> tuple[Any, Sequence[Any]]:
+    """The jaxpr and its constants; in 0.12 the two classes are one."""
+    return getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
+
+
+def call_body(eqn: Any) -> Any | None:
+    """The body of a call equation, if its inputs and outputs map one to one."""
+    key = CALLS.get(eqn.primitive.name)
+    closed = None if key is None else eqn.params.get(key)
+    if closed is None:
+        return None
+    jaxpr, _ = open_jaxpr(closed)
+    same = len(jaxpr.invars) == len(eqn.invars)
+    return closed if same and len(jaxpr.outvars) == len(eqn.outvars) else None
+
+
+def scan_counts(eqn: Any) -> tuple[int, int]:
+    """(constants, carries) of a scan; 0.12 dropped `num_consts` and `num_carry`.
+
+    A carry has its body's rank, a stacked input or output one more.
+    """
+    jaxpr, _ = open_jaxpr(eqn.params["jaxpr"])
+
+    def stacked(outer: Any, inner: Any) -> bool:
+        return len(outer.aval.shape) == len(inner.aval.shape) + 1
+
+    num_ys = sum(map(stacked, eqn.outvars, jaxpr.outvars))
+    num_xs = sum(map(stacked, eqn.invars, jaxpr.invars))
+    num_carry = len(eqn.outvars) - num_ys
+    return len(eqn.invars) - num_xs - num_carry, num_carry
+
+
+def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
+    """Apply one equation, keeping the source line and scope it was traced under."""
+    params = eqn.primitive.get_bind_params(eqn.params)
+    # (functions, params) until 0.12, params alone since
+    functions, params = params if isinstance(params, tuple) else ((), params)
+    info = eqn.source_info
+    stack = source_info_util.current_name_stack() + info.name_stack
+    with source_info_util.user_context(info.traceback, name_stack=stack):
+        out = eqn.primitive.bind(*functions, *values, **params)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def is_literal(v: Any) -> bool:
+    return isinstance(v, jex.Literal)
+
+
+def with_outputs(jaxpr: Any, eqns: Sequence[Any], outvars: Sequence[Any]) -> Any:
+    """`jaxpr` with other equations and outputs."""
+    info = jaxpr.debug_info
+    paths = ("",) * len(outvars) if info.result_paths is not None else None
+    return jaxpr.replace(
+        eqns=list(eqns),
+        outvars=list(outvars),
+        debug_info=info._replace(result_paths=paths),
+    )

@@ -1,0 +1,194 @@
+"""The transform: `compress` stores what the backward pass needs through codecs."""
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import source_info_util
+
+from jaxact import _adapters
+from jaxact._call import Argument, arguments, trace
+from jaxact._codec import Exact, Recompute
+from jaxact._engine import Engine
+from jaxact._policy import Policy
+from jaxact._program import Plan
+from jaxact._residual import module_path
+
+
+class CompressionWarning(UserWarning):
+    """A policy did less than it says: a rule matched nothing, nothing was compressed."""
+
+
+def compress(
+    target: Any = None,
+    *,
+    policy: Policy | None = None,
+    activations: str | int | Sequence[str | int] | None = None,
+    static_argnums: int | Sequence[int] = (),
+) -> Any:
+    """Store the residuals of `target` compressed between forward and backward.
+
+    The value computed is `target`'s own, to the last bit; so are the parameter tree,
+    mutable state and RNG counters. Only the arrays that reverse-mode differentiation
+    keeps are stored as `policy` says. Reverse mode once only: forward-mode and
+    second-order derivatives raise a TypeError.
+
+    Use as `@compress`, `@compress(policy=...)` or `compress(target, ...)`.
+
+    Args:
+      target: a Flax Linen module class (gives a class of the same name and parameters)
+        or method, a Flax NNX module class or instance, or a function.
+      policy: chooses what becomes of each residual; `Policy()` when None.
+      activations: for a function, names or positions of the arguments whose arrays may
+        be stored compressed. All others are taken for parameters: referenced, never
+        copied, and so are casts and other values made of parameters alone. None: no
+        argument is stored compressed, everything computed from one may be. Modules:
+        call arguments are activations, variables are not.
+      static_argnums: positions of arguments that hold arrays but must stay concrete.
+        Arguments that hold no arrays stay Python values anyway.
+
+    Returns:
+      The same kind of thing as `target`. A compressed function takes a keyword
+      `rounding_key`, a JAX PRNG key for the rounding noise; Flax modules use the RNG
+      stream 'jaxact' if there is one. Without a key the noise is derived from the data.
+
+    Raises:
+      TypeError: `target` or `policy` is of the wrong kind.
+      ValueError: when called, if `activations` names no argument.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxact
+      >>> def layer(w, x):
+      ...     return jnp.tanh(x @ w)
+      >>> small = jaxact.compress(layer, activations='x')
+      >>> w, x = jnp.ones((64, 64)), jnp.ones((8, 64))
+      >>> bool((small(w, x) == layer(w, x)).all())
+      True
+    """
+    policy = Policy() if policy is None else policy
+    if not isinstance(policy, Policy):
+        raise TypeError(
+            f"compress(policy={policy!r}): a jaxact.Policy is required. For bits write "
+            "Policy(bits=2), for a jax.checkpoint policy Policy(recompute=...)."
+        )
+    options = {"activations": activations, "static_argnums": _as_tuple(static_argnums)}
+    if target is None:
+        return functools.partial(compress, policy=policy, **options)
+    owner = getattr(target, "__self__", None)
+    if _adapters.is_nnx(owner):  # a bound method: its module is an argument
+        method = compress(target.__func__, policy=policy, **options)
+        return functools.partial(method, owner)
+    adapter = _adapters.for_target(target)
+    if adapter is not None:
+        if activations is not None:
+            raise ValueError(
+                f"compress({target!r}, activations={activations!r}): activations is "
+                "for plain functions. The call arguments of a module are its "
+                "activations, its variables are not."
+            )
+        return adapter.compress(target, policy, options["static_argnums"])
+    if not callable(target):
+        raise TypeError(
+            f"compress({target!r}): a Flax module class, an NNX module or a function "
+            "is required."
+        )
+    return _compress_function(target, policy, **options)
+
+
+def _compress_function(
+    f: Callable[..., Any],
+    policy: Policy,
+    activations: Any,
+    static_argnums: tuple[int, ...],
+) -> Callable[..., Any]:
+    @functools.wraps(f)
+    def compressed(*args: Any, rounding_key: Any = None, **kwargs: Any) -> Any:
+        adapter = _adapters.for_arguments(args)
+        if adapter is not None:
+            method = adapter.compress_call(f, policy, static_argnums)
+            return method(*args, **kwargs)
+        describe = arguments(f, args, kwargs, activations, static_argnums)
+        return call(f, args, kwargs, describe, policy, seed_from(rounding_key))
+
+    compressed.jaxact_policy = policy  # type: ignore[attr-defined]
+    return compressed
+
+
+def call(
+    f: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    describe: Sequence[Argument],
+    policy: Policy,
+    seed: Any,
+    *,
+    name: Any = None,
+) -> Any:
+    """Evaluate `f(*args, **kwargs)` with compressed residuals.
+
+    `describe` says what each argument is; `seed` is a uint32 scalar; `name` is what
+    the user compressed, for messages.
+    """
+    name = getattr(name or f, "__qualname__", str(name or f))
+    flat, values, rebuild = trace(f, args, kwargs, describe)
+    prefix = module_path(source_info_util.current_name_stack())
+    report = functools.partial(_warn, policy, name)
+    values = [jnp.asarray(v) if isinstance(v, np.ndarray) else v for v in values]
+    try:
+        return rebuild(Engine(policy, prefix, report)(flat, seed, values))
+    except TypeError as error:
+        if "forward-mode" not in str(error):
+            raise
+        raise TypeError(
+            "jaxact: forward-mode differentiation (jax.jvp, jax.jacfwd, jax.hessian) "
+            f"of the compressed {name}. Compression only changes what reverse mode "
+            "keeps: use jax.vjp, jax.grad or jax.jacrev, or call the uncompressed "
+            "function."
+        ) from error
+
+
+def seed_from(key: Any) -> Any:
+    """The uint32 seed of a JAX PRNG key; 0 without a key."""
+    if key is None:
+        return np.uint32(0)
+    if not isinstance(key, jax.Array):
+        raise TypeError(
+            f"rounding_key={key!r}: a JAX PRNG key is required, such as "
+            "jax.random.key(0)."
+        )
+    return jax.random.bits(key, (), jnp.uint32)
+
+
+def _warn(policy: Policy, name: str, plans: Sequence[Plan]) -> None:
+    """Warn about rules that matched nothing, and about compressing nothing."""
+    decisions = [d for plan in plans for d in plan.all_decisions]
+    used = {d.rule for d in decisions}
+    for index, rule in enumerate(policy.rules):
+        # A rule with a path may be meant for another module with the same policy.
+        if index not in used and rule.path is None:
+            warnings.warn(
+                f"jaxact: {rule} matched no residual of {name}. See "
+                "jaxact.residuals for what there is.",
+                CompressionWarning,
+                stacklevel=2,
+            )
+    wanted = policy.rules or not isinstance(policy.default, Exact)
+    smaller = any(not isinstance(d.action, Exact | Recompute) for d in decisions)
+    if wanted and decisions and not smaller:
+        reasons = sorted({d.why for d in decisions})
+        warnings.warn(
+            f"jaxact: nothing was compressed in {name}; its residuals: "
+            f"{'; '.join(reasons)}. See jaxact.residuals for each.",
+            CompressionWarning,
+            stacklevel=2,
+        )
+
+
+def _as_tuple(x: int | Sequence[int]) -> tuple[int, ...]:
+    return (x,) if isinstance(x, int) else tuple(x)
+
+

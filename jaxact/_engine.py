@@ -1,0 +1,242 @@
+"""Store residuals through codecs: `custom_vjp` over flat arrays.
+
+The forward value is the traced program's own; only what is kept from forward to
+backward changes. Two optimization barriers make the saving real: without the first XLA
+postpones the encoding and keeps the original array for it, without the second it
+decodes early (249 instead of 1089 MiB on a 12-layer transformer compiled for an H100).
+The first one must hold the outputs too, and must not hold an argument: scan would then
+stack copies of the parameters.
+"""
+
+import dataclasses
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
+
+from jaxact import _compat
+from jaxact._call import Flat, Kind, Static
+from jaxact._flow import flow, read, union
+from jaxact._mark import mark
+from jaxact._policy import Policy
+from jaxact._program import Plan, make_plan, trace_forward
+from jaxact._residual import join_paths
+from jaxact._scan import contains_scan, push_into_scans
+from jaxact.policies import PACKED_NAME, SaveEither, save_packed
+
+
+@dataclasses.dataclass(frozen=True)
+class Engine:
+    """How a flat function is compressed.
+
+    Attributes:
+      policy: decides what becomes of each residual.
+      prefix: the module path of the call, for tables.
+      report: hears the plans of a call when it is first differentiated.
+    """
+
+    policy: Policy
+    prefix: str
+    report: Callable[[Sequence[Plan]], None]
+
+    def __call__(self, flat: Flat, seed: Any, values: Sequence[Any]) -> list[Any]:
+        """Evaluate `flat(*values)`, keeping compressed residuals for its derivative."""
+        groups = _independent_outputs(flat)
+        engine = dataclasses.replace(self, report=_when_all(len(groups), self.report))
+        out: dict[int, Any] = {}
+        for places in groups:
+            results = _compressed(engine, _select(flat, places))(seed, *values)
+            out.update(zip(places, results))
+        return [out[i] for i in range(len(out))]
+
+
+def _compressed(engine: Engine, flat: Flat) -> Callable[..., list[Any]]:
+    """`flat` with a custom derivative rule: (seed, *values) -> outputs."""
+    plans: dict[tuple[bool, ...], Plan] = {}
+
+    def planned(active: tuple[bool, ...], seed: Any, values: Sequence[Any]) -> Plan:
+        if active not in plans:
+            inside: list[Plan] = []
+            run = _differentiable(engine, flat, inside)
+            forward = trace_forward(run, seed, values, active)
+            plans[active] = make_plan(forward, flat, engine.policy, engine.prefix)
+            engine.report([plans[active], *inside])
+        return plans[active]
+
+    @jax.custom_vjp
+    def call(seed: Any, *values: Any) -> list[Any]:
+        return flat(*values)
+
+    def fwd(seed: Any, *primals: Any) -> tuple[list[Any], Any]:
+        values = [p.value for p in primals]
+        active = tuple(p.perturbed and _is_inexact(p.value) for p in primals)
+        plan = planned(active, seed.value, values)
+        out, packed, kept = _forward(plan, engine.prefix, seed.value, values)
+        return out, (Static((plan, active)), packed, kept)
+
+    def bwd(residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+        static, packed, kept = residuals
+        plan, active = static.value
+        gradients = iter(_backward(plan, packed, kept, cotangents))
+        return (None, *[next(gradients) if a else None for a in active])
+
+    call.defvjp(fwd, bwd, **_compat.VJP_OPTIONS)
+    return call
+
+
+def _differentiable(
+    engine: Engine, flat: Flat, inside: list[Plan]
+) -> Callable[..., list[Any]]:
+    """(seed, *values) -> outputs: scans compressed inside, the rest checkpointed."""
+
+    def compress_body(body: Flat, seed: Any, values: Any, scope: str) -> list[Any]:
+        prefix = join_paths(engine.prefix, scope)
+        return Engine(engine.policy, prefix, inside.extend)(body, seed, values)
+
+    def plain(seed: Any, *values: Any) -> list[Any]:
+        return flat(*values)
+
+    run = plain
+    if contains_scan(flat.jaxpr):
+        run = push_into_scans(flat, compress_body)
+    if engine.policy.recompute is None:
+        return run
+    keep = SaveEither(engine.policy.recompute, save_packed)
+    return jax.checkpoint(run, policy=keep)
+
+
+def _forward(
+    plan: Plan, prefix: str, seed: Any, values: Sequence[Any]
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """Outputs, packed residuals, and what is kept as it is."""
+    forward = plan.forward
+    env = dict(zip(forward.jaxpr.constvars, forward.consts))
+    env |= dict(zip(forward.jaxpr.invars, [seed, *values]))
+    results = jax.core.eval_jaxpr(forward.jaxpr, forward.consts, seed, *values)
+    out = results[: forward.num_outputs]
+    residuals = zip(forward.residuals, results[forward.num_outputs :])
+    env |= {v: x for v, x in residuals if not _compat.is_literal(v)}
+    stored: dict[Any, Any] = {}
+    for number, (v, decision) in enumerate(plan.decisions.items()):
+        # Equal data in two places must not meet equal noise.
+        salt = zlib.crc32(f"{prefix}/{number}".encode())
+        x = mark(env[v], decision, plan.policy, plan.used_rules)
+        salted = jnp.asarray(seed, jnp.uint32) ^ np.uint32(salt)
+        packed = decision.action.encode(x, salted)
+        stored[v] = jax.tree.map(lambda a: checkpoint_name(a, PACKED_NAME), packed)
+    exact = [stored[v] for v in plan.exact]
+    packed = [stored[v] for v in plan.packed]
+    if packed:
+        out, packed = lax.optimization_barrier((out, packed))
+    return out, packed, exact + [env[v] for v in plan.kept]
+
+
+def _backward(
+    plan: Plan, packed: Sequence[Any], kept: Sequence[Any], cotangents: Sequence[Any]
+) -> Sequence[Any]:
+    """Gradients of the active values."""
+    env = dict(zip([*plan.exact, *plan.kept], kept))
+    # What is recomputed starts behind the barrier, or XLA would keep it from forward.
+    read_again = {v for eqn in plan.recompute for v in _variables(eqn)}
+    sources = {v: x for v, x in env.items() if v in read_again}
+    cotangents = [_instantiate(c) for c in cotangents]
+    if packed or plan.recompute:
+        floating = [i for i, c in enumerate(cotangents) if c.dtype != jax.dtypes.float0]
+        packed, values, tied = lax.optimization_barrier(
+            (list(packed), list(sources.values()), [cotangents[i] for i in floating])
+        )
+        sources = dict(zip(sources, values))
+        for i, c in zip(floating, tied):
+            cotangents[i] = c
+    for v, stored in zip(plan.packed, packed):
+        action = plan.decisions[v].action
+        env[v] = action.decode(stored, tuple(v.aval.shape), v.aval.dtype)
+    again = {**env, **sources}
+    for eqn in plan.recompute:
+        inputs = [v.val if _compat.is_literal(v) else again[v] for v in eqn.invars]
+        again.update(zip(eqn.outvars, _compat.bind(eqn, inputs)))
+    env = {**again, **env}
+    residuals = [
+        v.val if _compat.is_literal(v) else env[v] for v in plan.forward.residuals
+    ]
+    return jax.tree.unflatten(plan.forward.vjp_tree, residuals)(cotangents)
+
+
+def _variables(eqn: Any) -> list[Any]:
+    return [v for v in eqn.invars if not _compat.is_literal(v)]
+
+
+def _is_inexact(x: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+
+
+def _instantiate(cotangent: Any) -> Any:
+    if not isinstance(cotangent, SymbolicZero):
+        return cotangent
+    shape, dtype = cotangent.aval.shape, cotangent.aval.dtype
+    if dtype == jax.dtypes.float0:
+        return np.zeros(shape, dtype)
+    return jnp.zeros(shape, dtype)
+
+
+def _when_all(
+    parts: int, report: Callable[[Sequence[Plan]], None]
+) -> Callable[[Sequence[Plan]], None]:
+    """Report the plans of all parts of a call together, once."""
+    heard: list[Sequence[Plan]] = []
+
+    def collect(plans: Sequence[Plan]) -> None:
+        heard.append(plans)
+        if len(heard) == parts:
+            report([plan for plans in heard for plan in plans])
+
+    return collect
+
+
+def _independent_outputs(flat: Flat) -> list[list[int]]:
+    """Groups of outputs that may share one derivative rule.
+
+    Before `generic_batching`, vmap counts the cotangent of an output that ignores the
+    mapped argument once per example. Outputs that depend on different arguments then
+    get rules of their own.
+    """
+    num_outputs = len(flat.jaxpr.outvars)
+    if _compat.HAS_GENERIC_BATCHING or num_outputs < 2:
+        return [list(range(num_outputs))]
+    bits = [
+        0 if kind is Kind.PARAMETER else 1 << owner
+        for kind, owner in zip(flat.kinds, flat.owners)
+    ]
+    facts = flow(flat.jaxpr, bits, union)
+    groups: dict[int, list[int]] = {}
+    exact = []
+    for place, v in enumerate(flat.jaxpr.outvars):
+        has_gradient = jnp.issubdtype(v.aval.dtype, jnp.inexact)
+        (groups.setdefault(read(facts, v), []) if has_gradient else exact).append(place)
+    first = next(iter(groups.values()), None)
+    if first is None:
+        return [exact]
+    first.extend(exact)
+    return [sorted(group) for group in groups.values()]
+
+
+def _select(flat: Flat, places: Sequence[int]) -> Flat:
+    """`flat` with only the given outputs; side effects go with the first output."""
+    outvars = flat.jaxpr.outvars
+    if len(places) == len(outvars):
+        return flat
+    chosen = [outvars[i] for i in places]
+    needed = {v for v in chosen if not _compat.is_literal(v)}
+    eqns = []
+    for eqn in reversed(flat.jaxpr.eqns):
+        if needed & set(eqn.outvars) or (eqn.effects and 0 in places):
+            needed |= set(_variables(eqn))
+            eqns.append(eqn)
+    jaxpr = _compat.with_outputs(flat.jaxpr, eqns[::-1], chosen)
+    return dataclasses.replace(flat, jaxpr=jaxpr)

@@ -1,0 +1,164 @@
+"""A policy chooses, for each residual, the action that keeps it."""
+
+import dataclasses
+import fnmatch
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxact._codec import Action, Bitmask, Exact, Quantize
+from jaxact._residual import Residual
+
+# A residual at least this many times smaller than the largest of its call is a statistic (a row
+# sum, a maximum, an inverse deviation): keeping it costs under 4 % and quantizing it
+# ruins the gradient (relative error 23 instead of 0.19 on an 8-layer transformer at
+# two bits).
+SMALL_FRACTION = 32
+# Below this many elements a group's scale and zero point cost as much as they save.
+SMALL_SIZE = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """What a policy decided for one residual, and why; `rule` is its index, if any."""
+
+    residual: Residual
+    action: Action
+    why: str
+    rule: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """Apply `action` to the residuals that meet every given condition.
+
+    Attributes:
+      action: what to do with them.
+      name: glob on the `checkpoint_name`.
+      path: glob on the module path, or on any tail of it: 'mlp/*' matches
+        'Net/block0/mlp/up'.
+      primitive: name of the primitive that computed the residual.
+      dtype: of the residual.
+      min_bytes: least size, in bytes, of the residual uncompressed.
+      where: predicate on a `Residual`.
+
+    Raises:
+      TypeError: `action` is not an action such as Quantize(4) or Exact().
+    """
+
+    action: Action
+    _: dataclasses.KW_ONLY
+    name: str | None = None
+    path: str | None = None
+    primitive: str | None = None
+    dtype: Any = None
+    min_bytes: int | None = None
+    where: Callable[[Residual], bool] | None = None
+
+    def __post_init__(self) -> None:
+        _require_action("Rule(action=...)", self.action)
+        if self.dtype is not None:
+            object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
+        if self.where is not None and not callable(self.where):
+            raise TypeError(
+                f"Rule(where={self.where!r}): a function of a Residual is required."
+            )
+
+    def matches(self, residual: Residual) -> bool:
+        """Whether `residual` meets every condition."""
+        r = residual
+        return (
+            (self.name is None or bool(r.name) and fnmatch.fnmatch(r.name, self.name))
+            and (self.path is None or _matches_tail(r.path, self.path))
+            and (self.primitive is None or r.primitive == self.primitive)
+            and (self.dtype is None or r.dtype == self.dtype)
+            and (self.min_bytes is None or r.exact_bytes >= self.min_bytes)
+            and (self.where is None or bool(self.where(r)))
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """Which action keeps which residual.
+
+    The first rule that matches decides. A residual that no rule matches goes to
+    `default`; without one, floats are quantized to `bits`, booleans take one bit, and
+    small statistics, integers, keys and complex numbers stay exact.
+
+    Attributes:
+      bits: of the default codec, `Quantize(bits)`.
+      rules: `Rule`s, first match wins.
+      recompute: a `jax.checkpoint` policy. What it saves is stored, through a codec;
+        the rest is recomputed in the backward pass. None: every residual of `jax.vjp`.
+      default: the action for what no rule matches, applied to all that it can store.
+
+    Example:
+      >>> import jaxact
+      >>> jaxact.Policy(bits=2).action_for_floats
+      Quantize(bits=2, group_size=256, stochastic=True)
+    """
+
+    bits: int = 4
+    _: dataclasses.KW_ONLY
+    rules: tuple[Rule, ...] = ()
+    recompute: Callable[..., Any] | None = None
+    default: Action | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rules", tuple(self.rules))
+        Quantize(self.bits)  # validates
+        for rule in self.rules:
+            if not isinstance(rule, Rule):
+                raise TypeError(
+                    f"Policy(rules=...) takes jaxact.Rule, not {rule!r}. "
+                    "Write Rule(Quantize(2), name='mlp_*')."
+                )
+        if self.default is not None:
+            _require_action("Policy(default=...)", self.default)
+        if self.recompute is not None and not callable(self.recompute):
+            raise TypeError(
+                f"Policy(recompute={self.recompute!r}): a jax.checkpoint policy is "
+                "required, such as jax.checkpoint_policies.dots_saveable."
+            )
+
+    @property
+    def action_for_floats(self) -> Action:
+        """The action for a large float residual that no rule matches."""
+        return Quantize(self.bits) if self.default is None else self.default
+
+    def decide(self, residual: Residual, *, largest: int) -> Decision:
+        """The action for one residual of a call whose largest has `largest` elements."""
+        for index, rule in enumerate(self.rules):
+            if rule.matches(residual):
+                return _apply(rule.action, residual, f"rule {index}", index)
+        if self.default is not None:
+            return _apply(self.default, residual, "policy default", None)
+        if residual.dtype == jnp.bool_:
+            return Decision(residual, Bitmask(), "one bit is exact")
+        if not jnp.issubdtype(residual.dtype, jnp.floating):
+            return Decision(residual, Exact(), f"{residual.dtype} stays exact")
+        if residual.size < SMALL_SIZE or residual.size * SMALL_FRACTION <= largest:
+            return Decision(residual, Exact(), "small")
+        return _apply(self.action_for_floats, residual, "policy bits", None)
+
+
+def _apply(action: Action, residual: Residual, why: str, rule: int | None) -> Decision:
+    declined = action.declines(residual.shape, residual.dtype)
+    if declined is None:
+        return Decision(residual, action, why, rule)
+    return Decision(residual, Exact(), f"{why}: {declined}", rule)
+
+
+def _matches_tail(path: str, pattern: str) -> bool:
+    parts = path.split("/")
+    tails = ("/".join(parts[i:]) for i in range(len(parts)))
+    return any(fnmatch.fnmatch(tail, pattern) for tail in tails)
+
+
+def _require_action(place: str, action: Any) -> None:
+    if not isinstance(action, Action):
+        raise TypeError(
+            f"{place} takes an action, not {action!r}. Actions are Exact(), "
+            "Quantize(bits), Bitmask(), Cast(dtype), Recompute() and Offload(codec)."
+        )

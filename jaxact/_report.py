@@ -1,0 +1,291 @@
+"""What is stored and how many bytes it takes, without running anything."""
+
+import dataclasses
+import html
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxact import _adapters, _compat
+from jaxact._call import Argument, Kind, arguments, trace
+from jaxact._codec import Action, Exact
+from jaxact._compress import compress
+from jaxact._flow import flow, read, union
+from jaxact._mark import mark_p
+from jaxact._policy import Policy, Rule
+from jaxact._residual import describe
+
+_COLUMNS = "shape dtype primitive name path source action exact stored why".split()
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One stored residual.
+
+    Attributes:
+      shape, dtype: of the array before it is stored, with the copies that scans stack.
+      primitive: that computed it; '' for an argument.
+      name: its `checkpoint_name`, or ''.
+      path: module path and named scopes.
+      source: 'file.py:line (function)'.
+      action: how it is stored.
+      exact_bytes: of the array as it is.
+      stored_bytes: of what is stored.
+      why: the reason for the action.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    primitive: str
+    name: str
+    path: str
+    source: str
+    action: Action
+    exact_bytes: int
+    stored_bytes: int
+    why: str
+
+    def cells(self) -> tuple[str, ...]:
+        """The row as text, one cell for each column."""
+        action = str(self.action).replace(", stochastic=True", "")
+        return (
+            "x".join(map(str, self.shape)) or "scalar",
+            str(self.dtype),
+            self.primitive or "argument",
+            self.name,
+            self.path,
+            self.source,
+            action,
+            _bytes(self.exact_bytes),
+            _bytes(self.stored_bytes),
+            self.why,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class ResidualTable:
+    """The residuals of a function: `print` it, or show it in a notebook.
+
+    Attributes:
+      rows: one for each stored array that the function computes.
+      referenced_bytes: of arguments and constants that backward reads in place, such
+        as parameters; they exist anyway and are no part of the sums.
+      unused_rules: rules of the policies met that matched nothing.
+    """
+
+    rows: tuple[Row, ...]
+    referenced_bytes: int
+    unused_rules: tuple[Rule, ...] = ()
+
+    @property
+    def exact_bytes(self) -> int:
+        """Bytes of the residuals as they are."""
+        return sum(row.exact_bytes for row in self.rows)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the residuals as they are stored."""
+        return sum(row.stored_bytes for row in self.rows)
+
+    @property
+    def ratio(self) -> float:
+        """How many times smaller the stored residuals are."""
+        return self.exact_bytes / self.stored_bytes if self.stored_bytes else 1.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers and strings, ready for JSON."""
+        rows = [
+            dataclasses.asdict(row)
+            | {"dtype": str(row.dtype), "action": str(row.action)}
+            for row in self.rows
+        ]
+        return {
+            "rows": rows,
+            "exact_bytes": self.exact_bytes,
+            "stored_bytes": self.stored_bytes,
+            "ratio": self.ratio,
+            "referenced_bytes": self.referenced_bytes,
+            "unused_rules": [str(rule) for rule in self.unused_rules],
+        }
+
+    def summary(self) -> str:
+        """Totals, and what deserves attention."""
+        lines = [
+            f"{len(self.rows)} residuals: {_bytes(self.exact_bytes)} exact, "
+            f"{_bytes(self.stored_bytes)} stored ({self.ratio:.1f}x smaller); "
+            f"{_bytes(self.referenced_bytes)} of arguments referenced in place"
+        ]
+        lines += [f"matched nothing: {rule}" for rule in self.unused_rules]
+        if self.rows and all(isinstance(row.action, Exact) for row in self.rows):
+            lines.append("nothing is compressed")
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        table = [tuple(_COLUMNS), *(row.cells() for row in self.rows)]
+        widths = [max(map(len, column)) for column in zip(*table)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
+        return "\n".join([*lines, self.summary()])
+
+    def __rich__(self) -> Any:
+        from rich.console import Group
+        from rich.table import Table
+
+        table = Table(*_COLUMNS)
+        for row in self.rows:
+            table.add_row(*row.cells())
+        return Group(table, self.summary())
+
+    def _repr_html_(self) -> str:
+        def line(cells: tuple[str, ...], tag: str) -> str:
+            inside = "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells)
+            return f"<tr>{inside}</tr>"
+
+        body = "".join(line(row.cells(), "td") for row in self.rows)
+        foot = html.escape(self.summary()).replace("\n", "<br>")
+        return f"<table>{line(tuple(_COLUMNS), 'th')}{body}</table><p>{foot}</p>"
+
+    def plot(self) -> Any:
+        """Bars of exact and stored bytes per residual, as a matplotlib axis."""
+        try:
+            from matplotlib import pyplot
+        except ImportError as error:
+            raise ImportError(
+                "ResidualTable.plot needs matplotlib: pip install 'jaxact[plots]'."
+            ) from error
+        _, axis = pyplot.subplots(figsize=(8, 1 + 0.25 * len(self.rows)))
+        labels = [f"{i} {r.name or r.primitive}" for i, r in enumerate(self.rows)]
+        axis.barh(labels, [r.exact_bytes / 2**20 for r in self.rows], label="exact")
+        axis.barh(labels, [r.stored_bytes / 2**20 for r in self.rows], label="stored")
+        axis.invert_yaxis()
+        axis.set_xlabel("MiB")
+        axis.legend()
+        return axis
+
+
+def residuals(
+    fn: Callable[..., Any], *args: Any, policy: Policy | None = None, **kwargs: Any
+) -> ResidualTable:
+    """List what `fn` keeps for its backward pass, without running it.
+
+    Args:
+      fn: any function, with compressed calls inside or not. All float arguments count
+        as differentiated.
+      *args, **kwargs: of the call: arrays or `jax.ShapeDtypeStruct`s, NNX modules, and
+        anything else `fn` takes.
+      policy: list what compressing `fn` with this policy would store.
+
+    Returns:
+      A `ResidualTable`. Residuals inside compressed calls appear with what their policy
+      decided; all others are kept exactly by JAX and say so. Sizes are of arrays, not
+      of compiled memory: see `jaxact.memory` for that.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxact
+      >>> f = jaxact.compress(lambda x: jnp.sin(x) * 2, policy=jaxact.Policy(bits=2))
+      >>> table = jaxact.residuals(f, jnp.ones((64, 256)))
+      >>> table.exact_bytes, table.stored_bytes
+      (65536, 4352)
+    """
+    if policy is not None:
+        fn = compress(fn, policy=policy)
+    if any(map(_adapters.is_nnx, args)):
+        adapter = _adapters.for_arguments(args)
+        fn, args, kwargs, _ = adapter.purify(fn, args, kwargs)  # type: ignore[union-attr]
+        described = [Argument(f"args[{i}]", Kind.UNKNOWN) for i in range(len(args))]
+        described += [Argument(name, Kind.UNKNOWN) for name in kwargs]
+    else:
+        described = arguments(fn, args, kwargs, None, ())
+    flat, values, _ = trace(fn, args, kwargs, described)
+    active = [jnp.issubdtype(v.dtype, jnp.inexact) for v in values]
+
+    def forward(*values: Any) -> list[Any]:
+        def of_active(*xs: Any) -> list[Any]:
+            rest = iter(xs)
+            return flat(*[next(rest) if a else v for a, v in zip(active, values)])
+
+        _, vjp = jax.vjp(of_active, *[v for a, v in zip(active, values) if a])
+        return jax.tree.leaves(vjp)
+
+    jaxpr, _ = _compat.open_jaxpr(jax.make_jaxpr(forward)(*values))
+    return _tabulate(jaxpr, list(flat.paths))
+
+
+@dataclasses.dataclass
+class _Marks:
+    """The marks met in a program: a bit, an equation and its copies for each."""
+
+    number: dict[tuple[int, ...], int] = dataclasses.field(default_factory=dict)
+    found: list[tuple[Any, int]] = dataclasses.field(default_factory=list)
+
+    def transfer(self, eqn: Any, facts: Any, around: tuple[Any, ...]) -> int:
+        out = union(eqn, facts, around)
+        if eqn.primitive is not mark_p:
+            return out
+        # A body shared by several calls is a different residual in each.
+        key = (*map(id, around), id(eqn))
+        if key not in self.number:
+            copies = 1
+            for outer in around:
+                copies *= outer.params.get("length", 1)
+            self.number[key] = len(self.found)
+            self.found.append((eqn, copies))
+        return out | 1 << self.number[key]
+
+
+def _tabulate(jaxpr: Any, paths: list[str]) -> ResidualTable:
+    marks = _Marks()
+    facts = flow(jaxpr, [0] * len(jaxpr.invars), marks.transfer)
+    inputs = {*jaxpr.invars, *jaxpr.constvars}
+    outside: list[Row] = []
+    stored: dict[int, int] = {}
+    referenced = 0
+    for v in dict.fromkeys(v for v in jaxpr.outvars if not _compat.is_literal(v)):
+        size = v.aval.size * v.aval.dtype.itemsize
+        bits = read(facts, v)
+        if v in inputs:
+            referenced += size
+        elif bits:
+            mark = (bits & -bits).bit_length() - 1
+            stored[mark] = stored.get(mark, 0) + size
+        else:
+            what = describe(jaxpr, v, paths)
+            outside.append(_row(what, what.shape, Exact(), size, size, "not compressed"))
+    inside = [_marked_row(*marks.found[m], size) for m, size in sorted(stored.items())]
+    return ResidualTable((*inside, *outside), referenced, _unused(marks))
+
+
+def _marked_row(eqn: Any, copies: int, stored: int) -> Row:
+    decision, aval = eqn.params["decision"], eqn.outvars[0].aval
+    shape = (copies, *aval.shape) if copies > 1 else tuple(aval.shape)
+    exact = copies * aval.size * aval.dtype.itemsize
+    return _row(decision.residual, shape, decision.action, exact, stored, decision.why)
+
+
+def _row(
+    what: Any, shape: Any, action: Action, exact: int, stored: int, why: str
+) -> Row:
+    place = (what.primitive, what.name, what.path, what.source)
+    return Row(tuple(shape), what.dtype, *place, action, exact, stored, why)
+
+
+def _unused(marks: _Marks) -> tuple[Rule, ...]:
+    used: dict[Policy, set[int]] = {}
+    for eqn, _ in marks.found:
+        params = eqn.params
+        used.setdefault(params["policy"], set()).update(params["used_rules"])
+    return tuple(
+        rule
+        for policy, indices in used.items()
+        for index, rule in enumerate(policy.rules)
+        if index not in indices
+    )
+
+
+def _bytes(n: int) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if n < 1024:
+            return f"{n:.4g} {unit}"
+        n /= 1024  # type: ignore[assignment]
+    return f"{n:.4g} GiB"

@@ -1,0 +1,129 @@
+"""What a residual is: an array kept from forward to backward, and where it comes from.
+
+Provenance is read from the traced program, walking back from the residual to the
+equation that made it, through calls, checkpoints and scans.
+"""
+
+import dataclasses
+import math
+import os
+import re
+from typing import Any
+
+from jax.extend import source_info_util
+
+from jaxact import _compat
+
+# Equations that rename or fence a value without changing it; checkpoint inserts the
+# second and third.
+_TRANSPARENT = {"name", "reduce_precision", "optimization_barrier", "jaxact_residual"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Residual:
+    """One array that the backward pass needs.
+
+    Attributes:
+      shape, dtype: of the array as the program computes it.
+      origin: 'computed', 'argument', 'constant' or 'literal'.
+      primitive: the JAX primitive that computed it; '' unless computed.
+      name: its `jax.ad_checkpoint.checkpoint_name`, or ''.
+      path: module path and named scopes, as 'Net/block0/up'; for an argument, its
+        place in the call.
+      source: 'file.py:line (function)' of the line that computed it.
+      stacked: number of copies that enclosing scans keep.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    origin: str = "computed"
+    primitive: str = ""
+    name: str = ""
+    path: str = ""
+    source: str = ""
+    stacked: int = 1
+
+    @property
+    def size(self) -> int:
+        """Elements, over all copies."""
+        return math.prod(self.shape) * self.stacked
+
+    @property
+    def exact_bytes(self) -> int:
+        """Bytes of the array as it is, over all copies."""
+        return self.size * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        label = self.name or self.primitive or self.origin
+        place = ", ".join(p for p in (self.path, self.source) if p)
+        shape = ",".join(map(str, self.shape))
+        return f"{label} {self.dtype}[{shape}]" + (f" ({place})" if place else "")
+
+
+def module_path(stack: Any) -> str:
+    """A name stack as a path: 'jvp(Net)/block0' becomes 'Net/block0'."""
+    parts = re.sub(r"\w+\(|\)", "", str(stack)).split("/")
+    return "/".join(p for p in parts if p)
+
+
+def join_paths(*paths: str) -> str:
+    return "/".join(p for p in paths if p)
+
+
+def describe(
+    jaxpr: Any, var: Any, argument_paths: list[str], prefix: str = ""
+) -> Residual:
+    """The provenance of `var`, an output of `jaxpr`; paths start with `prefix`."""
+    found = _walk(jaxpr, var, prefix)
+    aval = var.aval
+    if found.origin == "argument":
+        index = int(found.path)
+        path = argument_paths[index] if index < len(argument_paths) else ""
+        found = dataclasses.replace(found, path=path)
+    return dataclasses.replace(found, shape=tuple(aval.shape), dtype=aval.dtype)
+
+
+def _walk(jaxpr: Any, var: Any, prefix: str) -> Residual:
+    """Provenance with an argument's position in `path`, for the caller to resolve."""
+    producers = _producers(jaxpr)
+    names: list[str] = []
+
+    def result(**fields: Any) -> Residual:
+        named = names + [n for n in [fields.pop("name", "")] if n]
+        return Residual((), None, name=named[0] if named else "", **fields)
+
+    while True:
+        if _compat.is_literal(var):
+            return result(origin="literal")
+        if var not in producers:
+            if var in jaxpr.invars:
+                place = str(jaxpr.invars.index(var))
+                return result(origin="argument", path=place)
+            return result(origin="constant")
+        eqn = producers[var]
+        position = eqn.outvars.index(var)
+        name = eqn.primitive.name
+        here = join_paths(prefix, module_path(eqn.source_info.name_stack))
+        if name in _TRANSPARENT:
+            names += [eqn.params["name"]] if name == "name" else []
+            var = eqn.invars[position]
+            continue
+        body = _compat.call_body(eqn)
+        if body is None and name == "scan":
+            body = eqn.params["jaxpr"]
+        if body is not None:
+            inner, _ = _compat.open_jaxpr(body)
+            found = _walk(inner, inner.outvars[position], here)
+            if found.origin == "argument" and name != "scan":
+                names += [found.name] if found.name else []
+                var = eqn.invars[int(found.path)]
+                continue
+            if found.origin == "computed":
+                fields = {k: getattr(found, k) for k in ("primitive", "path", "source")}
+                return result(name=found.name, **fields)
+        source = source_info_util.summarize(eqn.source_info)
+        return result(primitive=name, path=here, source=os.path.basename(source))
+
+
+def _producers(jaxpr: Any) -> dict[Any, Any]:
+    return {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}

@@ -1,0 +1,123 @@
+"""Compress inside scan bodies.
+
+Residuals of a scan are stacked by the scan itself, so compressing them afterwards
+would need all of them at once. A scan found in a compressed call is therefore
+evaluated with its body compressed; the body's parameters stay where the scan keeps
+them. Scans inside branches, custom rules and checkpoints are left as they are.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+from jaxact import _compat
+from jaxact._call import Flat, Kind
+from jaxact._flow import flow, read, scan_facts
+from jaxact._program import input_facts, kind_of, learn
+from jaxact._residual import join_paths, module_path
+
+# (flat function, seed, values, scope of the scan) -> outputs
+Compress = Callable[[Flat, Any, Sequence[Any], str], list[Any]]
+
+# Calls that are plain function calls: safe to look into and to rebuild.
+_JITS = ("jit", "pjit")
+
+
+def contains_scan(jaxpr: Any) -> bool:
+    """Whether `jaxpr`, or a jitted function it calls, has a scan."""
+    return any(
+        eqn.primitive.name == "scan"
+        or (
+            eqn.primitive.name in _JITS
+            and contains_scan(_compat.open_jaxpr(eqn.params["jaxpr"])[0])
+        )
+        for eqn in jaxpr.eqns
+    )
+
+
+def push_into_scans(flat: Flat, compress: Compress) -> Callable[..., list[Any]]:
+    """`flat` as (seed, *values) -> outputs, with the bodies of its scans compressed."""
+    facts = input_facts(flat)
+
+    def run(seed: Any, *values: Any) -> list[Any]:
+        return _evaluate(flat.jaxpr, facts, seed, values, compress)
+
+    return run
+
+
+def _evaluate(
+    jaxpr: Any,
+    facts: Sequence[int],
+    seed: Any,
+    values: Sequence[Any],
+    compress: Compress,
+) -> list[Any]:
+    known = flow(jaxpr, facts, learn)
+    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], values))
+
+    def value(v: Any) -> Any:
+        return v.val if _compat.is_literal(v) else env[v]
+
+    for eqn in jaxpr.eqns:
+        inputs = [value(v) for v in eqn.invars]
+        learned = [read(known, v) for v in eqn.invars]
+        name = eqn.primitive.name
+        if name == "scan":
+            out = _scan(eqn, learned, seed, inputs, compress)
+        elif name in _JITS and contains_scan(_compat.open_jaxpr(eqn.params["jaxpr"])[0]):
+            out = _jit(eqn, learned, seed, inputs, compress)
+        else:
+            out = _compat.bind(eqn, inputs)
+        env.update(zip(eqn.outvars, out))
+    return [value(v) for v in jaxpr.outvars]
+
+
+def _jit(
+    eqn: Any, facts: Sequence[int], seed: Any, values: Sequence[Any], compress: Compress
+) -> list[Any]:
+    inner, consts = _compat.open_jaxpr(eqn.params["jaxpr"])
+    scope = module_path(eqn.source_info.name_stack)
+
+    def compress_inside(flat: Flat, seed: Any, values: Any, within: str) -> list[Any]:
+        return compress(flat, seed, values, join_paths(scope, within))
+
+    def run(seed: Any, *values: Any) -> list[Any]:
+        facts_inside = [0] * len(consts) + list(facts)
+        return _evaluate(inner, facts_inside, seed, [*consts, *values], compress_inside)
+
+    return jax.jit(run)(seed, *values)
+
+
+def _scan(
+    eqn: Any, facts: Sequence[int], seed: Any, values: Sequence[Any], compress: Compress
+) -> list[Any]:
+    num_consts, num_carry = _compat.scan_counts(eqn)
+    body, body_consts = _compat.open_jaxpr(eqn.params["jaxpr"])
+    kinds = [kind_of(f) for f in scan_facts(eqn, facts, learn)[0]]
+    flat = Flat(
+        body,
+        (Kind.PARAMETER,) * len(body_consts) + tuple(kinds),
+        ("closed over",) * len(body_consts)
+        + ("constant",) * num_consts
+        + ("carry",) * num_carry
+        + ("x",) * (len(values) - num_consts - num_carry),
+        tuple(range(len(body_consts) + len(values))),
+    )
+    scope = module_path(eqn.source_info.name_stack)
+    start, consts = num_consts + num_carry, [*body_consts, *values[:num_consts]]
+
+    def step(carry: tuple[Any, ...], xs: tuple[Any, ...]) -> tuple[Any, Any]:
+        out = compress(flat, seed, [*consts, *carry, *xs], scope)
+        return tuple(out[:num_carry]), tuple(out[num_carry:])
+
+    carry, ys = lax.scan(
+        step,
+        tuple(values[num_consts:start]),
+        tuple(values[start:]),
+        length=eqn.params["length"],
+        reverse=eqn.params["reverse"],
+        unroll=eqn.params["unroll"],
+    )
+    return [*carry, *ys]

@@ -1,0 +1,106 @@
+"""The GPUs that can be compiled for with none attached.
+
+XLA's GPU compiler needs a description of the device, not the device. The numbers are
+each vendor board's own: what XLA reads from an attached one, kept to the fields that
+every supported JAX version knows.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU model, as far as compiling for it needs to know."""
+
+    name: str
+    cores: int  # streaming multiprocessors
+    fpus_per_core: int
+    capability: str  # in the description's own syntax
+    clock_ghz: float
+    memory_bytes: int
+    bytes_per_second: int
+    l2_bytes: int
+    shared_bytes_per_core: int
+    shared_bytes_per_block: int  # with opt-in
+
+    @property
+    def description(self) -> str:
+        """The text form of XLA's `GpuTargetConfigProto`."""
+        return f"""
+gpu_device_info {{
+  cuda_compute_capability {{ {self.capability} }}
+  core_count: {self.cores}
+  fpus_per_core: {self.fpus_per_core}
+  clock_rate_ghz: {self.clock_ghz}
+  device_memory_size: {self.memory_bytes}
+  memory_bandwidth: {self.bytes_per_second}
+  l2_cache_size: {self.l2_bytes}
+  shared_memory_per_core: {self.shared_bytes_per_core}
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: {self.shared_bytes_per_block}
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  threads_per_core_limit: 2048
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 }}
+runtime_version {{ major: 13 minor: 0 }}
+device_description_str: "{self.name}"
+"""
+
+
+TARGETS = {
+    "a100": Gpu(
+        name="NVIDIA A100-SXM4-80GB",
+        cores=108,
+        fpus_per_core=64,
+        capability="major: 8 feature_extension: NONE",
+        clock_ghz=1.41,
+        memory_bytes=85_100_068_864,
+        bytes_per_second=2_039_040_000_000,
+        l2_bytes=40 * 2**20,
+        shared_bytes_per_core=164 * 2**10,
+        shared_bytes_per_block=163 * 2**10,
+    ),
+    "h100": Gpu(
+        name="NVIDIA H100 80GB HBM3",
+        cores=132,
+        fpus_per_core=128,
+        capability="major: 9 feature_extension: ACCELERATED_FEATURES",
+        clock_ghz=1.98,
+        memory_bytes=84_942_979_072,
+        bytes_per_second=3_352_320_000_000,
+        l2_bytes=50 * 2**20,
+        shared_bytes_per_core=228 * 2**10,
+        shared_bytes_per_block=227 * 2**10,
+    ),
+    "h200": Gpu(
+        name="NVIDIA H200",
+        cores=132,
+        fpus_per_core=128,
+        capability="major: 9 feature_extension: ACCELERATED_FEATURES",
+        clock_ghz=1.98,
+        memory_bytes=151_397_597_184,
+        bytes_per_second=4_800_000_000_000,
+        l2_bytes=50 * 2**20,
+        shared_bytes_per_core=228 * 2**10,
+        shared_bytes_per_block=227 * 2**10,
+    ),
+    "b200": Gpu(
+        name="NVIDIA B200",
+        cores=148,
+        fpus_per_core=128,
+        capability="major: 10 feature_extension: ACCELERATED_FEATURES",
+        clock_ghz=1.965,
+        memory_bytes=191_514_411_008,
+        bytes_per_second=7_672_320_000_000,
+        l2_bytes=132_644_864,
+        shared_bytes_per_core=228 * 2**10,
+        shared_bytes_per_block=227 * 2**10,
+    ),
+}

@@ -1,0 +1,1 @@
+"""Adapters for Flax: the only files that import it."""

@@ -1,0 +1,113 @@
+"""`compress` for Flax NNX: split the modules of a call, merge them inside.
+
+All state goes through the transform as parameters; what the call changed (statistics,
+RNG counts, sown values) is written back to the caller's modules.
+"""
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxact._call import Argument, Kind, arguments
+from jaxact._compress import call, seed_from
+from jaxact._policy import Policy
+
+NOISE_STREAM = "jaxact"
+
+
+def compress(target: Any, policy: Policy, static_argnums: tuple[int, ...]) -> Any:
+    """A module class with the same name, or a callable module sharing state."""
+    if not isinstance(target, type):
+        shared = copy.copy(target)
+        shared.__class__ = compress(type(target), policy, static_argnums)
+        return shared
+    if not callable(getattr(target, "__call__", None)):
+        raise TypeError(
+            f"compress({target.__name__}): the class has no __call__. Decorate the "
+            "methods to compress with @jaxact.compress instead."
+        )
+    body = {
+        "__call__": compress_call(target.__call__, policy, static_argnums),
+        "__module__": target.__module__,
+        "__qualname__": target.__qualname__,
+        "__doc__": target.__doc__,
+    }
+    return type(target)(target.__name__, (target,), body)
+
+
+def compress_call(
+    f: Callable[..., Any], policy: Policy, static_argnums: tuple[int, ...]
+) -> Callable[..., Any]:
+    """A function of modules and arrays, with its residuals compressed."""
+
+    @functools.wraps(f)
+    def compressed(*args: Any, rounding_key: Any = None, **kwargs: Any) -> Any:
+        activations = (*range(len(args)), *kwargs)
+        described = arguments(f, args, kwargs, activations, static_argnums)
+        state = Argument("params", Kind.PARAMETER), Argument("state", Kind.PARAMETER)
+        pure, inputs, kwargs, modules = purify(f, args, kwargs)
+        seed = _seed(modules) if rounding_key is None else seed_from(rounding_key)
+        describe = [*state, *described]
+        with jax.named_scope(type(modules[0]).__name__):  # NNX opens no scopes itself
+            y, *state = call(pure, inputs, kwargs, describe, policy, seed, name=f)
+        nnx.update(modules, *(s for s in state if s is not None))
+        return y
+
+    return compressed
+
+
+def purify(
+    f: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
+    """`f` as a function of state and arrays, its arguments, and the modules they hold.
+
+    The function takes (parameters, other state, *args, **kwargs), with None for each
+    module, and returns f's result, the parameters if f changed them, other state.
+    """
+    places = [i for i, a in enumerate(args) if isinstance(a, nnx.Pytree)]
+    names = [k for k, a in kwargs.items() if isinstance(a, nnx.Pytree)]
+    modules = (*(args[i] for i in places), *(kwargs[k] for k in names))
+    graphdef, params, rest = nnx.split(modules, nnx.Param, ...)
+
+    def pure(params: Any, rest: Any, *args: Any, **kwargs: Any) -> Any:
+        # Without a copy, tree mode refuses to mutate state of an outer trace.
+        inside = nnx.merge(graphdef, params, rest, copy=True)
+        args, kwargs = _replace(args, kwargs, places, names, inside)
+        y = f(*args, **kwargs)
+        _, new_params, new_rest = nnx.split(inside, nnx.Param, ...)
+        return y, (None if _same(params, new_params) else new_params), new_rest
+
+    empty = (None,) * len(modules)
+    args, kwargs = _replace(args, kwargs, places, names, empty)
+    return pure, (params, rest, *args), kwargs, modules
+
+
+def _replace(
+    args: Any, kwargs: Any, places: list[int], names: list[str], values: Any
+) -> tuple[list[Any], dict[str, Any]]:
+    """The call's arguments with `values` for its modules."""
+    args, kwargs, values = list(args), dict(kwargs), list(values)
+    for place, value in zip(places, values):
+        args[place] = value
+    for name, value in zip(names, values[len(places) :]):
+        kwargs[name] = value
+    return args, kwargs
+
+
+def _same(a: Any, b: Any) -> bool:
+    x, y = jax.tree.leaves(a), jax.tree.leaves(b)
+    return len(x) == len(y) and all(i is j for i, j in zip(x, y))
+
+
+def _seed(modules: Any) -> Any:
+    """Rounding seed from the first RNG stream named 'jaxact' in the modules, if any."""
+    for _, node in nnx.iter_graph(modules):
+        if isinstance(node, nnx.RngStream) and node.tag == NOISE_STREAM:
+            return jax.random.bits(node(), (), jnp.uint32)
+    return np.uint32(0)

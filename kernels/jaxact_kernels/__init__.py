@@ -1,0 +1,11 @@
+"""Packed storage formats for arrays: what the bits are, and code that makes them.
+
+A format is a folder: `affine` (floats as small codes with a scale per group) and
+`mask` (booleans as bits). `reference.py` inside defines it in plain JAX. `words` holds
+the one definition of bit order, `noise` the one definition of random bits, `layout`
+where groups lie in an array. Nothing here knows what the arrays are used for.
+"""
+
+from jaxact_kernels import affine, mask
+
+__all__ = ["affine", "mask"]

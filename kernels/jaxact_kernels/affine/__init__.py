@@ -1,0 +1,153 @@
+"""Floats as codes of 1 to 8 bits with a zero point and a scale per group.
+
+The stored format and its contracts are in `reference`.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxact_kernels import words as _words
+from jaxact_kernels.affine import reference
+from jaxact_kernels.affine.reference import Stored
+from jaxact_kernels.layout import layout_of
+
+__all__ = ["Stored", "decode", "encode", "stored_bytes"]
+
+# Jitted so that a program that stores many arrays traces each shape once, and so that
+# eager calls run fused.
+_encode = jax.jit(
+    reference.encode, static_argnames=("bits", "group_size", "stochastic")
+)
+_decode = jax.jit(
+    reference.decode, static_argnames=("shape", "dtype", "bits", "group_size")
+)
+
+_DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+def encode(
+    x: jax.Array,
+    seed: jax.Array,
+    *,
+    bits: int,
+    group_size: int = 256,
+    stochastic: bool = True,
+) -> Stored:
+    """Quantize `x` to `bits` bits an element and pack it.
+
+    The same `x`, `seed` and options give the same bits on any number of devices. Under
+    `vmap` a group's index counts inside the lane; give lanes their own seeds if equal
+    groups in different lanes must not share noise.
+
+    Args:
+        x: floating point, any shape. Groups run along the last axis, see `layout_of`.
+        seed: `uint32[]`, may be traced. Ignored by `stochastic=False`.
+        bits: 1 to 8.
+        group_size: most elements that share a scale; a positive multiple of 32.
+        stochastic: round up with probability equal to the fraction, so that the
+            decoded value is `x` on average; otherwise round to nearest.
+
+    Returns:
+        `Stored`, `stored_bytes(x.shape, bits=bits, group_size=group_size)` bytes.
+
+    Raises:
+        ValueError: for another dtype, width, group size or seed, when traced.
+
+    Example:
+        >>> x = jnp.linspace(-1.0, 1.0, 512).reshape(2, 256)
+        >>> stored = encode(x, jnp.uint32(0), bits=4)
+        >>> stored.words.shape, stored.scale.shape
+        ((2, 1, 32), (2, 1))
+    """
+    x = jnp.asarray(x)
+    _check_bits(bits)
+    _check_dtype(x.dtype, f"{x.dtype}{list(x.shape)}")
+    return _encode(
+        x, _as_seed(seed), bits=bits, group_size=group_size, stochastic=stochastic
+    )
+
+
+def decode(
+    stored: Stored,
+    *,
+    shape: tuple[int, ...],
+    dtype,
+    bits: int,
+    group_size: int = 256,
+) -> jax.Array:
+    """Return the array of `shape` and `dtype` that `encode` stored.
+
+    Args:
+        stored: what `encode` returned for an array of `shape`, the same `bits` and the
+            same `group_size`.
+        shape: shape of the array that was encoded.
+        dtype: floating point; normally that of the array that was encoded. A narrower
+            one may overflow.
+        bits: as encoded.
+        group_size: as encoded.
+
+    Raises:
+        ValueError: the stored arrays do not have the shapes these options imply.
+    """
+    shape = tuple(shape)
+    _check_bits(bits)
+    _check_dtype(jnp.dtype(dtype), str(jnp.dtype(dtype)))
+    _check_stored(stored, shape, bits, group_size)
+    return _decode(
+        stored, shape=shape, dtype=jnp.dtype(dtype), bits=bits, group_size=group_size
+    )
+
+
+def stored_bytes(shape: tuple[int, ...], *, bits: int, group_size: int = 256) -> int:
+    """Bytes of `Stored` for an array of `shape`: words and 4 for each group's metadata.
+
+    >>> stored_bytes((8, 1024), bits=2)  # 2.125 bits an element
+    2176
+    """
+    _check_bits(bits)
+    layout = layout_of(tuple(shape), group_size)
+    return layout.total_groups * 4 * (_words.num_words(layout.group, bits) + 1)
+
+
+def _as_seed(seed) -> jax.Array:
+    seed = jnp.asarray(seed)
+    if seed.dtype != np.uint32 or seed.shape:
+        raise ValueError(
+            f"got a seed {seed.dtype}{list(seed.shape)}; a seed is a uint32 scalar; "
+            "pass jnp.uint32(number), or jax.random.bits(key) from a key"
+        )
+    return seed
+
+
+def _check_bits(bits: int) -> None:
+    is_int = isinstance(bits, int) and not isinstance(bits, bool)
+    if not is_int or not 1 <= bits <= _words.MAX_BITS:
+        raise ValueError(
+            f"got bits={bits!r}; a code has an integer number of bits from 1 to "
+            f"{_words.MAX_BITS}; for more precision store the array as it is or cast it"
+        )
+
+
+def _check_dtype(dtype: np.dtype, given: str) -> None:
+    is_float8 = dtype.name.startswith("float8_") and dtype.name != "float8_e8m0fnu"
+    if dtype.name not in _DTYPES and not is_float8:
+        raise ValueError(
+            f"got {given}; the affine format holds {', '.join(_DTYPES)} and signed "
+            "float8; use jaxact_kernels.mask for booleans and keep other dtypes as "
+            "they are"
+        )
+
+
+def _check_stored(stored: Stored, shape, bits: int, group_size: int) -> None:
+    layout = layout_of(shape, group_size)
+    groups = (*layout.lead, layout.num_groups)
+    size = _words.num_words(layout.group, bits)
+    required = [("uint32", (*groups, size)), ("uint16", groups), ("uint16", groups)]
+    given = [(part.dtype.name, part.shape) for part in stored]
+    if given != required:
+        raise ValueError(
+            f"got stored arrays {given}; shape={shape}, bits={bits} and "
+            f"group_size={group_size} require {required}; pass the options that "
+            "encode was called with"
+        )

@@ -1,0 +1,102 @@
+"""Where groups lie in an array.
+
+Groups run along the last axis, so an array sharded over any leading axis, or over the
+last one at group boundaries, is encoded where it lies. The leading axes are never
+flattened, for the same reason.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+LANES = 32  # bits in a word; a group is a multiple of it so that any width fills words
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Rows of `num_groups` groups of `group` elements each, under the axes `lead`.
+
+    Invariants: `group` is a multiple of 32; every group holds at least one of the row's
+    `length` elements; only a row's last group is padded, by fewer than
+    `min(group, 32 * num_groups)` elements; a row without elements has no groups.
+    """
+
+    lead: tuple[int, ...]
+    length: int
+    num_groups: int
+    group: int
+
+    @property
+    def padding(self) -> int:
+        """Elements added to a row to fill its last group."""
+        return self.num_groups * self.group - self.length
+
+    @property
+    def total_groups(self) -> int:
+        """Groups in the whole array."""
+        return math.prod(self.lead) * self.num_groups
+
+    def split(self, x: jax.Array, fill) -> jax.Array:
+        """View `x` as `[*lead, num_groups, group]`; padding elements are `fill`."""
+        if x.shape != (*self.lead, self.length):
+            x = x.reshape(*self.lead, self.length)
+        if self.padding:
+            edges = [(0, 0, 0)] * len(self.lead) + [(0, self.padding, 0)]
+            x = lax.pad(x, np.asarray(fill, x.dtype), edges)
+        return x.reshape(*self.lead, self.num_groups, self.group)
+
+    def join(self, groups: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """Undo `split`: drop the padding and return an array of `shape`."""
+        rows = groups.reshape(*self.lead, self.num_groups * self.group)
+        if self.padding:
+            rows = lax.slice_in_dim(rows, 0, self.length, axis=len(self.lead))
+        return rows if rows.shape == shape else rows.reshape(shape)
+
+    def is_real(self, start: int, size: int) -> jax.Array:
+        """Tell padding apart in the elements `start : start + size` of each group.
+
+        Returns:
+            `bool[*(1, ...), num_groups, size]`, False where an element is padding.
+        """
+        shape = (*(1 for _ in self.lead), self.num_groups, size)
+        group = lax.broadcasted_iota(jnp.int32, shape, len(shape) - 2)
+        element = lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
+        last = self.num_groups - 1
+        in_last = self.length - last * self.group - start
+        return (group < np.int32(last)) | (element < np.int32(in_last))
+
+
+def layout_of(shape: tuple[int, ...], group_size: int) -> Layout:
+    """Lay groups of at most `group_size` elements over an array of `shape`.
+
+    A row is the last axis. While it is shorter than half a group the axis before it
+    joins, except axis 0: that is where batches are sharded. A scalar is a row of one.
+    Groups of a row are balanced, `32 * ceil(length / (32 * num_groups))` elements, so
+    that 300 elements become two groups of 160 and not one of 256 and one of 44.
+
+    Raises:
+        ValueError: `group_size` is not a positive multiple of 32.
+    """
+    check_group_size(group_size)
+    split = max(len(shape) - 1, 0)
+    while split > 1 and 2 * math.prod(shape[split:]) < group_size:
+        split -= 1
+    length = math.prod(shape[split:])
+    num_groups = -(-length // group_size)
+    group = LANES * -(-length // (LANES * num_groups)) if num_groups else LANES
+    return Layout(tuple(shape[:split]), length, num_groups, group)
+
+
+def check_group_size(group_size: int) -> None:
+    """Raise `ValueError` unless `group_size` is a positive multiple of 32."""
+    is_int = isinstance(group_size, int) and not isinstance(group_size, bool)
+    if not is_int or group_size <= 0 or group_size % LANES:
+        raise ValueError(
+            f"got group_size={group_size!r}; a group must hold a positive multiple of "
+            f"{LANES} elements so that codes of any width fill whole words; pass for "
+            "example group_size=256"
+        )

@@ -1,0 +1,163 @@
+"""Compiled memory: what the numbers hold, here and for GPUs that are not attached."""
+
+import functools
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+
+from gpu_target import needs_target
+from jaxact import _memory, memory
+from jaxact._targets import TARGETS
+
+SIDE = 512
+SQUARE = SIDE * SIDE * 4  # bytes of one float32 array
+
+
+def shape(*dims, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+def chain(x):
+    """Two products in a row: the first one must live until the second has run."""
+    return (x @ x) @ x
+
+
+@pytest.mark.parametrize("target", [None, pytest.param("h100", marks=needs_target)])
+def test_every_byte_of_a_known_program(target):
+    found = memory(chain, shape(SIDE, SIDE), target=target)
+    assert found.argument_bytes == SQUARE
+    assert found.output_bytes == SQUARE
+    assert found.alias_bytes == 0
+    # One intermediate, plus the scratch space of a matmul: on a GPU, cuBLAS's 32 MiB.
+    assert SQUARE <= found.temp_bytes <= SQUARE + 33 * 2**20
+    assert found.peak_bytes == 2 * SQUARE + found.temp_bytes
+
+
+def test_scanned_residuals_are_temporary():
+    """The backward pass of a scan keeps one residual a step; it shows as temp."""
+
+    def loss(x, length):
+        step = lambda x, _: (jnp.sin(x), None)
+        return jax.lax.scan(step, x, length=length)[0].sum()
+
+    step = jax.jit(jax.grad(loss), static_argnums=1)
+    x = shape(SIDE, SIDE)
+    short, long = (memory(step, x, length).temp_bytes for length in (8, 24))
+    assert long - short == 16 * SQUARE
+
+
+def test_donated_and_static_arguments_of_a_jitted_step_count():
+    def step(state, x, kind):
+        return state + getattr(jnp, kind)(x), None
+
+    jitted = jax.jit(step, donate_argnums=0, static_argnames="kind")
+    x = jnp.ones((SIDE, SIDE))
+    found = memory(jitted, x, x, kind="sin")
+    assert found.alias_bytes == SQUARE
+    assert found.peak_bytes == 2 * SQUARE + found.temp_bytes
+    assert not x.is_deleted()
+
+
+def test_arrays_shapes_numbers_and_pytrees_are_the_same_argument():
+    def step(tree, scale):
+        return jax.tree.map(lambda x: x * scale, tree)
+
+    as_shapes = memory(step, {"a": shape(8, 8), "b": None}, 2.0)
+    assert as_shapes == memory(step, {"a": jnp.ones((8, 8)), "b": None}, 2.0)
+    as_numpy = {"a": np.ones((8, 8), np.float32), "b": None}
+    assert as_shapes == memory(step, as_numpy, 2.0)
+
+
+def test_it_prints_in_mebibytes():
+    text = str(_memory.Memory(3 * 2**20, 2**20, 2**20, 0, "somewhere"))
+    assert text == (
+        "temp 3.0, argument 1.0, output 1.0, alias 0.0, peak 5.0 MiB on somewhere"
+    )
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@needs_target
+def test_targets_compile_after_the_local_backend_was_used(target):
+    assert jax.jit(jnp.sin)(0.0) == 0
+    closed_over = jnp.ones((SIDE, SIDE))
+
+    @functools.partial(jax.jit, static_argnums=3, donate_argnums=1)
+    def step(key, x, scale, negate):
+        noise = jax.random.normal(key, x.shape)
+        return jnp.tanh((-x if negate else x) @ closed_over) * scale + noise
+
+    x = np.ones((SIDE, SIDE))  # float64, which JAX will read as float32
+    found = memory(step, jax.random.key(0), x, 2.0, True, target=target)
+    assert found.device == TARGETS[target].name
+    assert found.alias_bytes == found.output_bytes == SQUARE
+    assert jax.jit(jnp.cos)(0.0) == 1
+
+
+@needs_target
+def test_pallas_kernels_compile_for_a_target():
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton
+
+    def double(x_ref, out_ref):
+        out_ref[...] = x_ref[...] * 2
+
+    call = pl.pallas_call(
+        double, shape(128, 128), compiler_params=triton.CompilerParams(num_warps=4)
+    )
+    found = memory(call, shape(128, 128), target="a100")
+    assert found.output_bytes == 128 * 128 * 4
+
+
+def test_unknown_target_lists_the_known_ones():
+    with pytest.raises(ValueError, match="'h300'.*a100, b200, h100, h200"):
+        memory(chain, shape(8, 8), target="h300")
+
+
+def test_missing_compiler_names_the_command(monkeypatch):
+    def nothing_registered(**_):
+        raise NotImplementedError("topology not implemented for cuda")
+
+    monkeypatch.setattr(topologies, "get_topology_desc", nothing_registered)
+    no_plugins = types.ModuleType("jax_plugins")
+    monkeypatch.setitem(sys.modules, "jax_plugins", no_plugins)
+    monkeypatch.delitem(sys.modules, "jax_plugins.xla_cuda13", raising=False)
+    _memory._device.cache_clear()
+    with pytest.raises(ImportError) as caught:
+        memory(chain, shape(8, 8), target="h100")
+    text = str(caught.value)
+    assert 'pip install "jaxact[targets]"' in text
+    assert f"jax-cuda13-plugin=={jax.__version__}" in text
+    assert f"jax-cuda13-pjrt=={jax.__version__}" in text
+
+
+@pytest.mark.parametrize("found", ["libdevice not found", "no suitable ptxas"])
+def test_missing_assembler_names_the_command(found):
+    with pytest.raises(ImportError, match="nvidia-cuda-nvcc"):
+        with _memory._complete_toolchain("h100"):
+            raise jax.errors.JaxRuntimeError(f"INTERNAL: {found}")
+
+
+def test_other_compiler_errors_pass():
+    with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
+        with _memory._complete_toolchain("h100"):
+            raise jax.errors.JaxRuntimeError("INTERNAL: something else")
+
+
+def test_an_argument_on_several_devices_is_refused_for_a_target():
+    class Spread(np.ndarray):
+        sharding = types.SimpleNamespace(device_set={0, 1})
+
+    spread = np.ones((8, 8)).view(Spread)
+    with pytest.raises(ValueError, match="sharded over 2 devices"):
+        _memory._on(jax.devices()[0])(spread)
+
+
+def test_only_arrays_are_replaced():
+    place = _memory._on(jax.devices()[0])
+    for value in (3, 2.5, "name", len, np.float32):
+        assert place(value) is value

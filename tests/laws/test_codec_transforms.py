@@ -1,0 +1,126 @@
+"""Formats under jit, vmap, scan and sharding: the same bits wherever they run."""
+
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from subjects import SUBJECTS, Affine, Mask, every_subject, jitted, sample
+
+SHAPE = (3, 300)
+
+
+def assert_same(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+@pytest.mark.parametrize("subject", [Affine(3), Affine(4, "bfloat16"), Mask()], ids=str)
+def test_jit_equals_eager(subject):
+    x = sample(subject, SHAPE)
+    encode, decode = jitted(subject, SHAPE)
+    stored = encode(x, np.uint32(1))
+    assert_same(subject.encode(x, np.uint32(1)), stored)
+    assert_same(subject.decode(stored, SHAPE), decode(stored))
+
+
+@every_subject
+def test_vmap_equals_a_loop(subject):
+    # A group's index counts inside a lane, so a lane draws what it draws alone.
+    x, seeds = sample(subject, SHAPE), jnp.arange(3, dtype=jnp.uint32)
+    stored = jax.jit(jax.vmap(subject.encode))(x, seeds)
+    encode, decode = jitted(subject, SHAPE[1:])
+    loop = [encode(row, seed) for row, seed in zip(x, seeds, strict=True)]
+    assert_same(stored, jax.tree.map(lambda *rows: jnp.stack(rows), *loop))
+    back = jax.jit(jax.vmap(lambda s: subject.decode(s, SHAPE[1:])))(stored)
+    assert_same(back, jnp.stack([decode(one) for one in loop]))
+
+
+def test_lanes_that_share_a_seed_differ_through_their_metadata():
+    x = sample(Affine(4), (1, 256))
+    x = jnp.concatenate([x, x * np.float32(1.5)])  # the same fractions
+    one_seed = jax.jit(jax.vmap(Affine(4).encode, in_axes=(0, None)))
+    words = one_seed(x, np.uint32(0)).words
+    assert (words[0] != words[1]).mean() > 0.5
+
+
+def test_groups_with_equal_values_draw_different_noise():
+    x = jnp.tile(sample(Affine(2), (256,)), (4, 2))
+    words = jitted(Affine(2), x.shape)[0](x, np.uint32(0)).words.reshape(8, -1)
+    assert len(np.unique(np.asarray(words), axis=0)) == 8
+
+
+@pytest.mark.parametrize("subject", [SUBJECTS[2], Mask()], ids=str)
+def test_scan_equals_a_loop(subject):
+    x, seeds = sample(subject, SHAPE), jnp.arange(3, dtype=jnp.uint32)
+
+    @jax.jit
+    def run(x, seeds):
+        def body(carry, inputs):
+            row, seed = inputs
+            stored = subject.encode(row, seed)
+            return carry, (stored, subject.decode(stored, SHAPE[1:]))
+
+        return lax.scan(body, None, (x, seeds))[1]
+
+    encode, decode = jitted(subject, SHAPE[1:])
+    loop = [encode(row, seed) for row, seed in zip(x, seeds, strict=True)]
+    wanted = [(one, decode(one)) for one in loop]
+    assert_same(run(x, seeds), jax.tree.map(lambda *rows: jnp.stack(rows), *wanted))
+
+
+def test_eight_devices_give_the_words_of_one_without_a_collective():
+    # A process of its own: the number of devices is fixed when the backend starts.
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    done = subprocess.run(
+        [sys.executable, __file__], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def check_sharding(subject, x, sharding):
+    one = jitted(subject, x.shape)
+    stored = one[0](x, np.uint32(7))
+    placed = jax.device_put(x, sharding)
+    encode = one[0].lower(placed, np.uint32(7)).compile()
+    sharded = encode(placed, np.uint32(7))
+    assert_same(stored, sharded)
+    decode = one[1].lower(sharded).compile()
+    assert_same(one[1](stored), decode(sharded))
+    for compiled in (encode, decode):
+        found = re.findall(
+            r"all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter",
+            str(compiled.as_text()),
+        )
+        assert not found, (subject, sharding, found)
+
+
+def check_shardings():
+    auto, explicit = (
+        jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
+        for kind in (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit)
+    )
+    batch = jax.P("data")
+    specs = [batch, jax.P("data", "model"), jax.P("data", None, "model")]
+    for subject in (Affine(2), Affine(3, "bfloat16", 64), Mask()):
+        x = sample(subject, (8, 4, 1024))
+        for spec in specs:
+            check_sharding(subject, x, jax.NamedSharding(auto, spec))
+        # A row that needs padding, and short rows that share a group.
+        for shape in ((8, 4, 300), (8, 6, 5, 5)):
+            x = sample(subject, shape)
+            check_sharding(subject, x, jax.NamedSharding(auto, batch))
+    with jax.set_mesh(explicit):
+        x = sample(Affine(4), (8, 4, 1024))
+        for spec in specs:
+            check_sharding(Affine(4), x, jax.NamedSharding(explicit, spec))
+
+
+if __name__ == "__main__":
+    check_shardings()

@@ -1,0 +1,160 @@
+"""What holds for every compressed function, whatever it computes."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import checkpoint_policies as save
+
+import jaxact
+from jaxact import Cast, Exact, Offload, Policy, Quantize, Rule
+from programs import each_program, relative_error, same_bits, scalar
+
+POLICIES = {
+    "8 bits": Policy(bits=8),
+    "1 bit": Policy(bits=1),
+    "3 bits": Policy(bits=3),
+    "nothing saved": Policy(bits=4, recompute=save.nothing_saveable),
+    "dots saved": Policy(bits=8, recompute=save.dots_saveable),
+    "cast": Policy(default=Cast(jnp.bfloat16)),
+    "offload": Policy(default=Offload(Quantize(8))),
+    "exact": Policy(default=Exact()),
+}
+each_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+
+
+@pytest.fixture(autouse=True)
+def small_programs_may_compress_nothing(recwarn):
+    import warnings
+
+    warnings.simplefilter("ignore", jaxact.CompressionWarning)
+
+
+def op_by_op(f, args):
+    """`f` as its primitives: eagerly, JAX fuses those of some jnp functions."""
+    flat, tree = jax.tree.flatten(args)
+    on_arrays = lambda *flat: f(*jax.tree.unflatten(tree, flat))
+    closed, out = jax.make_jaxpr(on_arrays, return_shape=True)(*flat)
+
+    def run(*args):
+        values = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(out), values)
+
+    return run
+
+
+@each_policy
+@each_program
+def test_forward_is_bit_identical(program, policy):
+    args = program.arguments()
+    small = jaxact.compress(program.f, policy=policy, activations="x")
+    forward = lambda f: jax.jit(lambda *args: jax.vjp(f, *args)[0])(*args)
+    assert same_bits(forward(small), forward(program.f))
+
+
+@each_program
+def test_eager_forward_is_bit_identical(program):
+    args = program.arguments()
+    small = jaxact.compress(program.f, policy=Policy(bits=2), activations="x")
+    assert same_bits(small(*args), program.f(*args))
+    plain = op_by_op(program.f, args)
+    assert same_bits(jax.vjp(small, *args)[0], jax.vjp(plain, *args)[0])
+
+
+@each_program
+def test_exact_gradients_are_bit_identical(program):
+    args = program.arguments()
+    small = jaxact.compress(program.f, policy=Policy(default=Exact()), activations="x")
+    gradient = lambda f: jax.grad(scalar(f), (0, 1))
+    assert same_bits(jax.jit(gradient(small))(*args), jax.jit(gradient(program.f))(*args))
+    plain = op_by_op(program.f, args)
+    assert same_bits(gradient(small)(*args), gradient(plain)(*args))
+
+
+@each_program
+def test_eight_bit_gradients_are_close(program):
+    # 8 bits: noise of one residual is at most range / 255 / 2, a few per mille of its
+    # norm; chains of up to six residuals stay within a few percent.
+    args = program.arguments()
+    small = jaxact.compress(program.f, policy=Policy(bits=8), activations="x")
+    gradient = lambda f: jax.jit(jax.grad(scalar(f), (0, 1)))(*args)
+    assert relative_error(gradient(small), gradient(program.f)) < 0.05
+
+
+@each_program
+def test_gradients_repeat_to_the_bit(program):
+    args = program.arguments()
+    small = jaxact.compress(program.f, policy=Policy(bits=2), activations="x")
+    step = jax.jit(jax.grad(scalar(small)))
+    assert same_bits(step(*args), step(*args))
+    key = jax.random.key(3)
+    keyed = jax.jit(jax.grad(lambda p, x: scalar(small)(p, x, rounding_key=key)))
+    assert same_bits(keyed(*args), keyed(*args))
+    assert not same_bits(step(*args), keyed(*args))
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4])
+@each_program
+def test_unbiased(program, bits):
+    """z-test of random projections of the gradient over rounding keys."""
+    if not program.is_linear_in_residuals:
+        pytest.skip("a residual enters a path twice: biased by design")
+    draws, projections = 256, 4
+    args = program.arguments()
+    small = jaxact.compress(program.f, policy=Policy(bits=bits), activations="x")
+    weights = program.arguments(seed=1)[0]
+    out = jax.eval_shape(program.f, *args)
+    leaves = [y for y in jax.tree.leaves(out) if y.dtype == jnp.float32]
+    signs = [
+        jnp.sign(jax.random.normal(jax.random.key(i), y.shape))
+        for i, y in enumerate(leaves)
+    ]
+
+    def linear_loss(f, **kwargs):  # a smooth loss would reuse the exact output
+        def loss(p):
+            ys = jax.tree.leaves(f(p, args[1], **kwargs))
+            floats = [y for y in ys if y.dtype == jnp.float32]
+            return sum((y * s).sum() for y, s in zip(floats, signs, strict=True))
+
+        return jax.grad(loss)(args[0])
+
+    def project(gradient):
+        products = jax.tree.map(lambda g, w: g * w, gradient, weights)
+        flat = jnp.concatenate([g.ravel() for g in jax.tree.leaves(products)])
+        return flat[: flat.size // projections * projections].reshape(
+            projections, -1
+        ).sum(1)
+
+    keys = jax.random.split(jax.random.key(11), draws)
+    sample = jax.jit(lambda key: project(linear_loss(small, rounding_key=key)))
+    drawn = jax.lax.map(sample, keys)
+    truth = project(linear_loss(program.f))
+    error = drawn.std(0, ddof=1) / draws**0.5
+    z = (drawn.mean(0) - truth) / jnp.where(error > 0, error, 1.0)
+    # |z| > 5.5 has probability 4e-8 for a normal mean; about 100 projections are
+    # tested, so a false alarm has probability below 1e-5. The float32 sums are exact
+    # to 1e-6 of their largest value.
+    slack = 1e-5 * float(jnp.abs(truth).max()) / jnp.where(error > 0, error, 1.0)
+    assert (jnp.abs(z) < 5.5 + slack).all(), z
+
+
+@each_program
+def test_residuals_shrink(program):
+    args = program.arguments()
+    small = jaxact.compress(program.f, policy=Policy(bits=2), activations="x")
+    table = jaxact.residuals(small, *args)
+    if program.name == "branches":
+        assert table.stored_bytes < table.exact_bytes
+    else:
+        assert table.ratio > 3
+
+
+def test_rules_reach_every_program():
+    for_all = Rule(Exact(), where=lambda residual: True)
+    from programs import PROGRAMS
+
+    for program in PROGRAMS:
+        args = program.arguments()
+        policy = Policy(bits=2, rules=(for_all,))
+        small = jaxact.compress(program.f, policy=policy, activations="x")
+        gradient = lambda f, args=args: jax.jit(jax.grad(scalar(f)))(*args)
+        assert same_bits(gradient(small), gradient(program.f)), program.name

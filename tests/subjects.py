@@ -1,0 +1,92 @@
+"""Every stored format under test; a new one is one line of `SUBJECTS`.
+
+A subject has `encode(x, seed)`, `decode(stored, shape)`, `stored_bytes(shape)`, the
+`dtype` it stores, and `is_exact`.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxact_kernels import affine, mask
+
+
+@dataclasses.dataclass(frozen=True)
+class Affine:
+    bits: int
+    dtype: str = "float32"
+    group_size: int = 256
+    stochastic: bool = True
+    is_exact = False
+
+    @property
+    def options(self):
+        return {"bits": self.bits, "group_size": self.group_size}
+
+    def encode(self, x, seed):
+        return affine.encode(x, seed, **self.options, stochastic=self.stochastic)
+
+    def decode(self, stored, shape):
+        return affine.decode(stored, shape=shape, dtype=self.dtype, **self.options)
+
+    def stored_bytes(self, shape):
+        return affine.stored_bytes(shape, **self.options)
+
+    def __str__(self):
+        nearest = "" if self.stochastic else "-nearest"
+        return f"affine{self.bits}-{self.dtype}-{self.group_size}{nearest}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Mask:
+    dtype: str = "bool"
+    is_exact = True
+
+    def encode(self, x, seed):
+        return mask.encode(x)
+
+    def decode(self, stored, shape):
+        return mask.decode(stored, shape=shape)
+
+    def stored_bytes(self, shape):
+        return mask.stored_bytes(shape)
+
+    def __str__(self):
+        return "mask"
+
+
+AFFINE = [
+    *(Affine(bits) for bits in range(1, 9)),
+    Affine(2, "bfloat16", 64),
+    Affine(4, "float16", 1024),
+    Affine(3, "bfloat16", 32),
+    Affine(5, "float8_e4m3fn", 96),
+    Affine(8, "float32", 64, stochastic=False),
+]
+SUBJECTS = [*AFFINE, Mask()]
+
+every_subject = pytest.mark.parametrize("subject", SUBJECTS, ids=str)
+every_affine = pytest.mark.parametrize("subject", AFFINE, ids=str)
+
+
+@functools.cache
+def jitted(subject, shape):
+    """Compiled (encode, decode) of a subject for one shape."""
+    encode = jax.jit(subject.encode)
+    decode = jax.jit(lambda stored: subject.decode(stored, shape))
+    return encode, decode
+
+
+def sample(subject, shape, seed=0):
+    """Values a subject can store: rows of different size and place, or booleans."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(shape)
+    if subject.dtype == "bool":
+        return jnp.asarray(x > 0)
+    rows = shape[:-1] + (1,) if shape else ()
+    x = x * np.exp2(rng.integers(-4, 3, rows)) + rng.integers(-2, 3, rows)
+    return jnp.asarray(np.asarray(x, np.float32)).astype(subject.dtype)
