@@ -15,7 +15,7 @@ from jaxact._call import Argument, arguments, trace
 from jaxact._codec import Exact, Recompute
 from jaxact._engine import Engine
 from jaxact._policy import Policy
-from jaxact._program import Plan
+from jaxact._program import REFERENCED, Plan
 from jaxact._residual import module_path
 
 
@@ -178,8 +178,8 @@ def _warn(policy: Policy, name: str, plans: Sequence[Plan]) -> None:
             )
     wanted = policy.rules or not isinstance(policy.default, Exact)
     smaller = any(not isinstance(d.action, Exact | Recompute) for d in decisions)
-    if wanted and decisions and not smaller:
-        reasons = sorted({d.why for d in decisions})
+    reasons = sorted({d.why for d in decisions if d.rule is None} - {REFERENCED})
+    if wanted and reasons and not smaller:
         warnings.warn(
             f"jaxact: nothing was compressed in {name}; its residuals: "
             f"{'; '.join(reasons)}. See jaxact.residuals for each.",

@@ -128,12 +128,15 @@ def _forward(
         salt = zlib.crc32(f"{prefix}/{number}".encode())
         x = mark(env[v], decision, plan.policy, plan.used_rules)
         salted = jnp.asarray(seed, jnp.uint32) ^ np.uint32(salt)
-        packed = decision.action.encode(x, salted)
-        stored[v] = jax.tree.map(lambda a: checkpoint_name(a, PACKED_NAME), packed)
+        stored[v] = decision.action.encode(x, salted)
     exact = [stored[v] for v in plan.exact]
     packed = [stored[v] for v in plan.packed]
     if packed:
         out, packed = lax.optimization_barrier((out, packed))
+    # Named behind the barrier: a checkpoint that saves them need not redo the call.
+    exact, packed = jax.tree.map(
+        lambda a: checkpoint_name(a, PACKED_NAME), (exact, packed)
+    )
     return out, packed, exact + [env[v] for v in plan.kept]
 
 

@@ -109,7 +109,7 @@ def _measure(compiled: Any) -> Memory:
     )
 
 
-def _on(device: jax.Device) -> Callable[[Any], Any]:
+def _on(device: Any) -> Callable[[Any], Any]:
     """Map an array to its abstract twin on `device`; leave anything else."""
     sharding = jax.sharding.SingleDeviceSharding(device)
 
@@ -130,7 +130,7 @@ def _on(device: jax.Device) -> Callable[[Any], Any]:
 
 
 @functools.cache
-def _device(target: str) -> jax.Device:
+def _device(target: str) -> Any:
     """A compile-only device of the kind that `target` names."""
     if target not in TARGETS:
         raise ValueError(

@@ -26,6 +26,8 @@ MOVES = frozenset(
     "copy copy_p stop_gradient slice rev".split()
 )
 
+REFERENCED = "a parameter, referenced in place"
+
 UNKNOWN, ACTIVATION, STORED = 1, 2, 4  # facts about a value
 _FACTS = {Kind.PARAMETER: 0, Kind.UNKNOWN: UNKNOWN, Kind.ACTIVATION: ACTIVATION}
 
@@ -184,7 +186,8 @@ def _decide(
         return Decision(what, Exact(), "offloaded by the recompute policy")
     if not known & ACTIVATION:
         if v in inputs:
-            return Decision(what, Exact(), "referenced, not copied")
+            why = "an argument not named in activations" if known else REFERENCED
+            return Decision(what, Exact(), why)
         if what.dtype == jnp.bool_:
             return policy.decide(what, largest=largest)
         action = Recompute() if what.primitive in MOVES else Exact()

@@ -251,7 +251,7 @@ def _tabulate(jaxpr: Any, paths: list[str]) -> ResidualTable:
             stored[mark] = stored.get(mark, 0) + size
         else:
             what = describe(jaxpr, v, paths)
-            outside.append(_row(what, what.shape, Exact(), size, size, "not compressed"))
+            outside.append(_row(what, what.shape, Exact(), size, size, "not in a compressed call"))
     inside = [_marked_row(*marks.found[m], size) for m, size in sorted(stored.items())]
     return ResidualTable((*inside, *outside), referenced, _unused(marks))
 

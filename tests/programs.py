@@ -158,7 +158,7 @@ def relative_error(a, b):
 
 def kept_bytes(f, *args):
     """Bytes of computed (not referenced) residuals of `f`, from jax.vjp itself."""
-    leaves = jax.tree.leaves(jax.eval_shape(lambda *a: jax.vjp(f, *a)[1], *args))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) - sum(
-        a.size * a.dtype.itemsize for a in jax.tree.leaves(args)
-    )
+    program = jax.make_jaxpr(lambda *a: jax.tree.leaves(jax.vjp(f, *a)[1]))(*args)
+    variables = {v for v in program.jaxpr.outvars if not hasattr(v, "val")}
+    kept = variables - {*program.jaxpr.invars, *program.jaxpr.constvars}
+    return sum(v.aval.size * v.aval.dtype.itemsize for v in kept)

@@ -58,8 +58,11 @@ def test_quickstart_reads_a_file(tmp_path):
     labels = np.arange(24) % 3
     np.savez(
         tmp_path / "tiny.npz",
-        **dict(train_images=images, train_labels=labels, test_images=images[:8]),
-        **dict(test_labels=labels[:8], class_names=np.array(["a", "b", "c"])),
+        train_images=images,
+        train_labels=labels,
+        test_images=images[:8],
+        test_labels=labels[:8],
+        class_names=np.array(["a", "b", "c"]),
     )
     options = "--epochs", 1, "--batch", 8, "--channels", 8, "--blocks", 1
     text = run("quickstart.py", "--data", tmp_path / "tiny.npz", *options, "--bits", 2)

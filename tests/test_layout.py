@@ -79,9 +79,8 @@ def test_examples_use_public_names_only(path):
 def test_files_and_functions_are_short(path):
     text = path.read_text()
     assert len(text.splitlines()) <= 400, "two ideas: split it"
-    function = ast.FunctionDef | ast.AsyncFunctionDef
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, function):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert length_without_docstring(node) <= 60, node.name
 
 

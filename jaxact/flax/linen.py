@@ -28,7 +28,7 @@ def compress(target: Any, policy: Policy, static_argnums: tuple[int, ...]) -> An
             f"its class and make an instance of that: "
             f"compress({type(target).__name__})(...)."
         )
-    if not callable(getattr(target, "__call__", None)):
+    if not callable(getattr(target, "__call__", None)):  # noqa: B004, of instances
         raise TypeError(
             f"compress({target.__name__}): the class has no __call__. Decorate the "
             "methods to compress with @jaxact.compress instead."

@@ -27,7 +27,7 @@ def compress(target: Any, policy: Policy, static_argnums: tuple[int, ...]) -> An
         shared = copy.copy(target)
         shared.__class__ = compress(type(target), policy, static_argnums)
         return shared
-    if not callable(getattr(target, "__call__", None)):
+    if not callable(getattr(target, "__call__", None)):  # noqa: B004, of instances
         raise TypeError(
             f"compress({target.__name__}): the class has no __call__. Decorate the "
             "methods to compress with @jaxact.compress instead."
@@ -56,7 +56,9 @@ def compress_call(
         describe = [*state, *described]
         with jax.named_scope(type(modules[0]).__name__):  # NNX opens no scopes itself
             y, *state = call(pure, inputs, kwargs, describe, policy, seed, name=f)
-        nnx.update(modules, *(s for s in state if s is not None))
+        changed = [s for s in state if s is not None]
+        if changed:  # a frozen module may belong to an outer trace
+            nnx.update(modules, *changed)
         return y
 
     return compressed
@@ -68,7 +70,7 @@ def purify(
     """`f` as a function of state and arrays, its arguments, and the modules they hold.
 
     The function takes (parameters, other state, *args, **kwargs), with None for each
-    module, and returns f's result, the parameters if f changed them, other state.
+    module, and returns f's result, then parameters and other state if f changed them.
     """
     places = [i for i, a in enumerate(args) if isinstance(a, nnx.Pytree)]
     names = [k for k, a in kwargs.items() if isinstance(a, nnx.Pytree)]
@@ -81,7 +83,8 @@ def purify(
         args, kwargs = _replace(args, kwargs, places, names, inside)
         y = f(*args, **kwargs)
         _, new_params, new_rest = nnx.split(inside, nnx.Param, ...)
-        return y, (None if _same(params, new_params) else new_params), new_rest
+        new_params = None if _same(params, new_params) else new_params
+        return y, new_params, None if _same(rest, new_rest) else new_rest
 
     empty = (None,) * len(modules)
     args, kwargs = _replace(args, kwargs, places, names, empty)
@@ -93,21 +96,28 @@ def _replace(
 ) -> tuple[list[Any], dict[str, Any]]:
     """The call's arguments with `values` for its modules."""
     args, kwargs, values = list(args), dict(kwargs), list(values)
-    for place, value in zip(places, values):
+    for place, value in zip(places, values, strict=False):
         args[place] = value
-    for name, value in zip(names, values[len(places) :]):
+    for name, value in zip(names, values[len(places) :], strict=True):
         kwargs[name] = value
     return args, kwargs
 
 
 def _same(a: Any, b: Any) -> bool:
     x, y = jax.tree.leaves(a), jax.tree.leaves(b)
-    return len(x) == len(y) and all(i is j for i, j in zip(x, y))
+    return len(x) == len(y) and all(i is j for i, j in zip(x, y, strict=True))
 
 
 def _seed(modules: Any) -> Any:
-    """Rounding seed from the first RNG stream named 'jaxact' in the modules, if any."""
+    """Rounding seed from the first RNG stream named 'jaxact' in the modules, if any.
+
+    The stream moves on by one, as a call of it would. Around a scan or vmap its key is
+    stacked; one of the keys decides.
+    """
     for _, node in nnx.iter_graph(modules):
         if isinstance(node, nnx.RngStream) and node.tag == NOISE_STREAM:
-            return jax.random.bits(node(), (), jnp.uint32)
+            key, count = node.key.get_value(), node.count.get_value()
+            node.count.set_value(count + 1)
+            first = jax.random.fold_in(key.ravel()[0], count.ravel()[0])
+            return jax.random.bits(first, (), jnp.uint32)
     return np.uint32(0)

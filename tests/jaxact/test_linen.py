@@ -98,15 +98,14 @@ class Scan(nn.Module):
 
 
 class Ensemble(nn.Module):
-    """Two blocks side by side."""
+    """Two blocks side by side, each with half of the batch."""
 
     block: Any
 
     @nn.compact
     def __call__(self, x):
-        options = {"in_axes": None, "axis_size": 2}
-        vmap = nn.vmap(self.block, variable_axes=AXES, split_rngs=STREAMS, **options)
-        return vmap()(x)
+        vmap = nn.vmap(self.block, variable_axes=AXES, split_rngs=STREAMS)
+        return vmap()(x.reshape(2, -1, WIDTH))
 
 
 class Twice(nn.Module):
@@ -221,11 +220,18 @@ VARIANTS = [
     Variant("around-attribute", lambda wrap: wrap(Holder)(Block())),
     Variant("attribute", lambda wrap: Holder(wrap(Block)())),
     Variant("nested", lambda wrap: wrap(Holder)(wrap(Block)())),
-    Variant("nested-alone", lambda wrap: wrap(Stack)(wrap(Block))),
     Variant("arguments", lambda wrap: Caller(wrap(Arguments))),
 ]
 every_variant = pytest.mark.parametrize("variant", VARIANTS, ids=str)
-every_mode = pytest.mark.parametrize("mode", ["op by op", "jitted"])
+# Op by op is slow; how a class is lifted does not change it.
+OP_BY_OP = ("class", "around-scan", "nested")
+every_mode = pytest.mark.parametrize(
+    "variant, mode",
+    [
+        *(pytest.param(v, "jitted", id=f"{v}-jitted") for v in VARIANTS),
+        *(pytest.param(v, "op", id=f"{v}-op") for v in VARIANTS if v.name in OP_BY_OP),
+    ],
+)
 
 
 def plain(target):
@@ -255,7 +261,7 @@ def same(a, b):
     x, y = jax.tree.leaves(a), jax.tree.leaves(b)
     return jax.tree.structure(a) == jax.tree.structure(b) and all(
         jnp.result_type(i) == jnp.result_type(j) and np.array_equal(i, j)
-        for i, j in zip(x, y)
+        for i, j in zip(x, y, strict=True)
     )
 
 
@@ -306,7 +312,6 @@ def test_init_gives_the_same_parameters_under_the_same_names(variant):
     assert same(init(variant.make(packed)), reference(variant, "jitted")[0])
 
 
-@every_variant
 @every_mode
 def test_loss_outputs_and_state_keep_every_bit(variant, mode):
     variables, (wanted, _) = reference(variant, mode)
@@ -328,7 +333,6 @@ def test_an_eager_call_keeps_every_bit(variant):
     assert same(call(packed), call(plain))
 
 
-@every_variant
 @every_mode
 def test_exact_storage_keeps_every_bit_of_the_gradient(variant, mode):
     variables, wanted = reference(variant, mode)
@@ -454,7 +458,9 @@ def test_residuals_of_a_scan_inside_are_stacked_packed():
         jnp.dtype("uint16"),  # zero points and scales
     }
     shapes = {p.shape for p in jax.tree.leaves(variables["params"])}
-    statistics = [s for s in stacked if s.dtype == jnp.float32 and s.shape not in shapes]
+    statistics = [
+        s for s in stacked if s.dtype == jnp.float32 and s.shape not in shapes
+    ]
     assert all(s.size <= 3 * 2 * WIDTH for s in statistics)
 
 
@@ -462,11 +468,11 @@ def test_half_precision_casts_of_parameters_are_not_stored():
     net = packed(Block)(dtype=jnp.bfloat16)
     x = data().astype(jnp.bfloat16)
     plain_net = Block(dtype=jnp.bfloat16)
-    variables = plain_net.init(jax.random.key(0), x, False)
+    with jax.numpy_dtype_promotion("standard"):
+        variables = plain_net.init(jax.random.key(0), x, False)
 
     def backward(net, params):
-        held = {**variables, "params": params}
-        forward = lambda p: net.apply({**held, "params": p}, x, False)
+        forward = lambda p: net.apply({**variables, "params": p}, x, False)
         return jax.vjp(forward, params)[1]
 
     def half_kernels(net):
@@ -474,12 +480,14 @@ def test_half_precision_casts_of_parameters_are_not_stored():
             jax.eval_shape(functools.partial(backward, net), variables["params"])
         )
         kernels = [(WIDTH, 2 * WIDTH), (2 * WIDTH, WIDTH)]
-        return sum(leaf.dtype == jnp.bfloat16 and leaf.shape in kernels for leaf in leaves)
+        return sum(
+            leaf.dtype == jnp.bfloat16 and leaf.shape in kernels for leaf in leaves
+        )
 
-    assert half_kernels(plain_net) > 0
-    assert half_kernels(net) == 0
-    wanted = jax.jit(lambda v: plain_net.apply(v, x, False))(variables)
-    assert same(jax.jit(lambda v: net.apply(v, x, False))(variables), wanted)
+    with jax.numpy_dtype_promotion("standard"):  # BatchNorm mixes half and single
+        assert half_kernels(plain_net) > 0
+        assert half_kernels(net) == 0
+        assert same(*(n.apply(variables, x, False) for n in (net, plain_net)))
 
 
 def accumulate_by_scan(grad, params, stats, batches):
@@ -552,10 +560,16 @@ def test_training_with_donated_state(optimizer, accumulate):
         TypeError,
         "has no __call__",
     ),
-], ids=["instance", "activations", "int-policy", "string-policy", "number", "no-call"])  # fmt: skip
+], ids=["instance", "activations", "int", "string", "number", "no-call"])  # fmt: skip
 def test_wrong_requests_say_what_to_write(request_, error, match):
     with pytest.raises(error, match=match):
         request_()
+
+
+def test_a_network_whose_blocks_store_everything_warns_of_nothing():
+    net = packed(Stack)(packed(Block))
+    variables = init(net)
+    step(net, variables, data())  # warnings are errors
 
 
 def test_forward_mode_is_refused_by_name():

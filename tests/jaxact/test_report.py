@@ -1,0 +1,155 @@
+"""The residual table: provenance, bytes, and no residual lost."""
+
+import io
+import json
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from programs import PROGRAMS, each_program, kept_bytes
+
+import jaxact
+from jaxact import Exact, Policy, Quantize, Rule
+
+
+def mlp(p, x):
+    hidden = checkpoint_name(jax.jit(jnp.matmul)(x, p["up"]), "hidden")
+    with jax.named_scope("act"):
+        hidden = jnp.tanh(hidden)
+    return hidden @ p["down"]
+
+
+P = {"up": jnp.ones((64, 256)), "down": jnp.ones((256, 64))}
+X = jnp.ones((32, 64))
+
+
+def test_provenance():
+    small = jaxact.compress(mlp, policy=Policy(bits=2), activations="x")
+    rows = jaxact.residuals(small, P, X).rows
+    argument = next(row for row in rows if row.primitive == "")
+    assert argument.path == "x"
+    tanh = next(row for row in rows if row.path == "act")
+    assert tanh.source.startswith("test_report.py:") and "(mlp)" in tanh.source
+    assert (tanh.shape, tanh.exact_bytes) == ((32, 256), 32 * 256 * 4)
+    assert tanh.stored_bytes == 32 * (256 // 4 + 4)
+    assert (tanh.action, tanh.why) == (Quantize(2), "policy bits")
+
+
+def test_names_are_found_through_calls():
+    save = jax.checkpoint_policies.save_only_these_names("hidden")
+    policy = Policy(bits=2, recompute=save)
+    rows = jaxact.residuals(jaxact.compress(mlp, policy=policy), P, X).rows
+    assert [row.name for row in rows] == ["hidden"]
+    assert rows[0].primitive == "dot_general"
+
+
+@each_program
+def test_sizes_are_those_of_jax(program):
+    args = program.arguments()
+    for f in (program.f, jaxact.compress(program.f, activations="x")):
+        table = jaxact.residuals(f, *args)
+        assert table.stored_bytes == kept_bytes(f, *args)
+
+
+def test_scan_multiplies():
+    layers = jax.tree.map(lambda a: jnp.stack([a] * 3), P)
+    block = jaxact.compress(mlp, activations="x")
+    network = lambda p, x: lax.scan(lambda x, p: (block(p, x), None), x, p)[0]
+    one, three = jaxact.residuals(block, P, X), jaxact.residuals(network, layers, X)
+    assert three.exact_bytes == 3 * one.exact_bytes
+    assert three.stored_bytes == 3 * one.stored_bytes
+    assert {row.shape[0] for row in three.rows} == {3}
+
+
+def test_a_body_shared_by_several_calls_counts_each_time():
+    block = jax.jit(jaxact.compress(mlp, activations="x"))
+    network = lambda p, x: block(p, block(p, x))
+    one, two = jaxact.residuals(block, P, X), jaxact.residuals(network, P, X)
+    assert two.stored_bytes == 2 * one.stored_bytes
+    jaxact.residuals(network, P, X)  # again, from JAX's caches
+    assert jaxact.residuals(network, P, X).stored_bytes == two.stored_bytes
+
+
+def test_a_checkpointed_call_stores_nothing():
+    small = jax.checkpoint(jaxact.compress(mlp, activations="x"))
+    assert jaxact.residuals(small, P, X).rows == ()
+
+
+def test_vmap():
+    small = jaxact.compress(mlp, activations="x")
+    mapped = jax.vmap(small, (None, 0))
+    table = jaxact.residuals(mapped, P, jnp.stack([X, X]))
+    one = jaxact.residuals(small, P, X)
+    assert table.stored_bytes == 2 * one.stored_bytes
+
+
+def test_linen_paths():
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return x + nn.Dense(64, name="down")(nn.gelu(nn.Dense(256, name="up")(x)))
+
+    class Net(nn.Module):
+        block: type
+
+        @nn.compact
+        def __call__(self, x):
+            return self.block(name="second")(self.block(name="first")(x))
+
+    rule = Rule(Exact(), path="second/*")
+    policy = Policy(bits=2, rules=(rule,))
+    net = Net(jaxact.compress(Block, policy=policy))
+    variables = net.init(jax.random.key(0), X)
+    table = jaxact.residuals(lambda v, x: net.apply(v, x).sum(), variables, X)
+    in_second = {row.action for row in table.rows if "second" in row.path}
+    in_first = {row.action for row in table.rows if "first" in row.path}
+    assert (in_first, in_second) == ({Quantize(2)}, {Exact(), Quantize(2)})
+    at_up = [row.action for row in table.rows if row.path == "Net/second/up"]
+    assert set(at_up) <= {Exact()}
+
+
+def test_nnx_paths():
+    class Block(nnx.Module):
+        def __init__(self, rngs):
+            self.up = nnx.Linear(64, 256, rngs=rngs)
+
+        def __call__(self, x):
+            return nnx.gelu(self.up(x))
+
+    block = jaxact.compress(Block)(nnx.Rngs(0))
+    table = jaxact.residuals(lambda m, x: m(x).sum(), block, X)
+    assert {row.path for row in table.rows if row.primitive} == {"Block"}
+
+
+def test_policy_argument_and_shapes_instead_of_arrays():
+    shapes = jax.eval_shape(lambda: (P, X))
+    table = jaxact.residuals(mlp, *shapes, policy=Policy(bits=2))
+    assert table.stored_bytes < table.exact_bytes / 10
+    assert jaxact.residuals(mlp, *shapes).ratio == 1
+
+
+def test_forms():
+    table = jaxact.residuals(jaxact.compress(mlp, activations="x"), P, X)
+    text, page = str(table), table._repr_html_()
+    for row in table.rows:
+        assert row.source in text
+    assert page.count("<tr>") == len(table.rows) + 1
+    data = json.loads(json.dumps(table.to_dict()))
+    assert data["stored_bytes"] == table.stored_bytes == sum(
+        row["stored_bytes"] for row in data["rows"]
+    )
+    assert data["rows"][0]["action"].startswith("Quantize")
+    rich = pytest.importorskip("rich.console")
+    console = rich.Console(width=200, file=io.StringIO())
+    console.print(table)
+    assert "Quantize" in console.file.getvalue()
+
+
+def test_uncompressed_functions_are_listed_too():
+    program = PROGRAMS[0]
+    table = jaxact.residuals(program.f, *program.arguments())
+    assert {row.why for row in table.rows} == {"not in a compressed call"}
