@@ -24,11 +24,11 @@ def compress(target: Any, policy: Policy, static_argnums: tuple[int, ...]) -> An
     """A module class with the same name, fields, parameters and submodule names."""
     if not isinstance(target, type):
         raise TypeError(
-            f"compress({type(target).__name__}(...)): a Linen module instance. Compress "
-            f"its class and make an instance of that: "
+            f"compress({type(target).__name__}(...)): a Linen module instance. "
+            f"Compress its class and make an instance of that: "
             f"compress({type(target).__name__})(...)."
         )
-    if not callable(getattr(target, "__call__", None)):  # noqa: B004, of instances
+    if not callable(getattr(target, "__call__", None)):  # noqa: B004
         raise TypeError(
             f"compress({target.__name__}): the class has no __call__. Decorate the "
             "methods to compress with @jaxact.compress instead."

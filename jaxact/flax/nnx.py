@@ -27,7 +27,7 @@ def compress(target: Any, policy: Policy, static_argnums: tuple[int, ...]) -> An
         shared = copy.copy(target)
         shared.__class__ = compress(type(target), policy, static_argnums)
         return shared
-    if not callable(getattr(target, "__call__", None)):  # noqa: B004, of instances
+    if not callable(getattr(target, "__call__", None)):  # noqa: B004
         raise TypeError(
             f"compress({target.__name__}): the class has no __call__. Decorate the "
             "methods to compress with @jaxact.compress instead."
