@@ -15,7 +15,7 @@ from jaxact._call import Argument, arguments, trace
 from jaxact._codec import Exact, Recompute
 from jaxact._engine import Engine
 from jaxact._policy import Policy
-from jaxact._program import REFERENCED, Plan
+from jaxact._program import REFERENCED, STORED_INSIDE, Plan
 from jaxact._residual import module_path
 
 
@@ -107,10 +107,10 @@ def _compress_function(
 ) -> Callable[..., Any]:
     @functools.wraps(f)
     def compressed(*args: Any, rounding_key: Any = None, **kwargs: Any) -> Any:
-        adapter = _adapters.for_arguments(args)
+        adapter = _adapters.for_arguments((*args, *kwargs.values()))
         if adapter is not None:
             method = adapter.compress_call(f, policy, static_argnums)
-            return method(*args, **kwargs)
+            return method(*args, rounding_key=rounding_key, **kwargs)
         describe = arguments(f, args, kwargs, activations, static_argnums)
         return call(f, args, kwargs, describe, policy, seed_from(rounding_key))
 
@@ -177,7 +177,10 @@ def _warn(policy: Policy, name: str, plans: Sequence[Plan]) -> None:
                 stacklevel=2,
             )
     wanted = policy.rules or not isinstance(policy.default, Exact)
-    smaller = any(not isinstance(d.action, Exact | Recompute) for d in decisions)
+    smaller = any(
+        not isinstance(d.action, Exact | Recompute) or d.why == STORED_INSIDE
+        for d in decisions
+    )
     reasons = sorted({d.why for d in decisions if d.rule is None} - {REFERENCED})
     if wanted and reasons and not smaller:
         warnings.warn(

@@ -27,6 +27,7 @@ MOVES = frozenset(
 )
 
 REFERENCED = "a parameter, referenced in place"
+STORED_INSIDE = "stored by a compressed call inside"
 
 UNKNOWN, ACTIVATION, STORED = 1, 2, 4  # facts about a value
 _FACTS = {Kind.PARAMETER: 0, Kind.UNKNOWN: UNKNOWN, Kind.ACTIVATION: ACTIVATION}
@@ -181,7 +182,7 @@ def _decide(
 ) -> Decision:
     known = read(facts, v)
     if known & STORED:
-        return Decision(what, Exact(), "stored by a compressed call inside")
+        return Decision(what, Exact(), STORED_INSIDE)
     if getattr(v.aval, "memory_space", None) == jax.memory.Space.Host:
         return Decision(what, Exact(), "offloaded by the recompute policy")
     if not known & ACTIVATION:

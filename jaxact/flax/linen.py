@@ -14,7 +14,7 @@ import numpy as np
 from flax.core import lift
 
 from jaxact._call import Argument, Kind, arguments
-from jaxact._compress import call
+from jaxact._compress import call, seed_from
 from jaxact._policy import Policy
 
 NOISE_STREAM = "jaxact"
@@ -75,7 +75,11 @@ def _lift(target: Any, method: Any, policy: Policy, static: tuple[int, ...]) -> 
         lift_all = ((True,), (True,), (True,))
         lifted = lift.pack(inner, *lift_all, name="compress", enable_kwargs=True)
         # The seed is drawn outside: RNG counters do not come out of a lifted function.
-        return lambda scopes, *args, **kw: lifted(scopes, _seed(scopes), *args, **kw)
+        def seeded(scopes: Any, *args: Any, rounding_key: Any = None, **kw: Any) -> Any:
+            drawn = _seed(scopes) if rounding_key is None else seed_from(rounding_key)
+            return lifted(scopes, drawn, *args, **kw)
+
+        return seeded
 
     return nn.transforms.lift_transform(transform, target)
 

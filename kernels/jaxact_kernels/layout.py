@@ -56,18 +56,13 @@ class Layout:
             rows = lax.slice_in_dim(rows, 0, self.length, axis=len(self.lead))
         return rows if rows.shape == shape else rows.reshape(shape)
 
-    def is_real(self, start: int, size: int) -> jax.Array:
-        """Tell padding apart in the elements `start : start + size` of each group.
-
-        Returns:
-            `bool[*(1, ...), num_groups, size]`, False where an element is padding.
-        """
-        shape = (*(1 for _ in self.lead), self.num_groups, size)
+    def is_real(self) -> jax.Array:
+        """`bool[*(1, ...), num_groups, group]`, False where an element is padding."""
+        shape = (*(1 for _ in self.lead), self.num_groups, self.group)
         group = lax.broadcasted_iota(jnp.int32, shape, len(shape) - 2)
         element = lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
-        last = self.num_groups - 1
-        in_last = self.length - last * self.group - start
-        return (group < np.int32(last)) | (element < np.int32(in_last))
+        in_last = self.length - (self.num_groups - 1) * self.group
+        return (group < np.int32(self.num_groups - 1)) | (element < np.int32(in_last))
 
 
 def layout_of(shape: tuple[int, ...], group_size: int) -> Layout:

@@ -38,17 +38,15 @@ def group_keys(seed: jax.Array, metadata: jax.Array) -> jax.Array:
     return hash32(hash32(seed + GOLDEN * _row_major_index(metadata.shape)) ^ metadata)
 
 
-def pair_hashes(keys: jax.Array, half: int) -> jax.Array:
-    """`uint32[*keys.shape, half]`: a hash for each pair of elements of a group."""
-    counter = GOLDEN * lax.iota(jnp.uint32, half)
-    counter = jnp.expand_dims(counter, tuple(range(keys.ndim)))
-    return hash32(keys[..., None] + counter)
-
-
-def pair_noise(keys: jax.Array, half: int) -> tuple[jax.Array, jax.Array]:
-    """16 random bits for the first and for the second half of a group's elements."""
-    hashes = pair_hashes(keys, half)
-    return hashes & np.uint32(0xFFFF), hashes >> np.uint32(16)
+def sixteen_bits(keys: jax.Array, group: int) -> jax.Array:
+    """16 random bits, `uint32[*keys.shape, group]`, for every element of each group."""
+    half = group // 2
+    lead = tuple(range(keys.ndim))
+    counter = jnp.expand_dims(GOLDEN * lax.iota(jnp.uint32, half), lead)
+    hashes = hash32(keys[..., None] + counter)[..., None, :]
+    shift = np.array([[0], [16]], np.uint32)  # low bits for the first half of a group
+    bits = hashes >> jnp.expand_dims(shift, lead) & np.uint32(0xFFFF)
+    return bits.reshape(*keys.shape, group)
 
 
 def _row_major_index(shape: tuple[int, ...]) -> jax.Array:

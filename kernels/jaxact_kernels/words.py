@@ -30,33 +30,21 @@ def num_words(group: int, bits: int) -> int:
 
 def pack(codes: jax.Array, bits: int) -> jax.Array:
     """Pack `uint32[..., g]` codes below `2**bits` into `uint32[..., g * bits / 32]`."""
-    first, second = jnp.split(codes, 2, axis=-1)
-    return pack_halves(first, second, bits)
-
-
-def pack_halves(first: jax.Array, second: jax.Array, bits: int) -> jax.Array:
-    """Pack a group given as its two halves, `uint32[..., g / 2]` each.
-
-    At every width element e + g/2 sits 16 bits above element e, so both ride in one
-    word from the start. One reduction then brings codes into slots of 4 or 8 bits, and
-    other widths are cut from those few words: each code is computed once. (Reducing
-    straight to one-bit slots leaves 8 words a group of 256, half a vector register of
-    XLA:CPU with AVX-512, and takes twice the time: jax 0.12.)
-    """
-    slot = 4 if bits <= 4 else 8
-    pairs = first | second << np.uint32(16)
-    *lead, half = pairs.shape
-    pairs = pairs.reshape(*lead, 16 // slot, half * slot // 16)
-    shift = np.arange(0, 16, slot, dtype=np.uint32)[:, None]
-    shifted = pairs << jnp.expand_dims(shift, tuple(range(len(lead))))
+    slot = 1 << (bits - 1).bit_length()
+    *lead, group = codes.shape
+    slots = codes.reshape(*lead, 32 // slot, group * slot // 32)
+    shift = np.arange(0, 32, slot, dtype=np.uint32)[:, None]
+    shifted = slots << jnp.expand_dims(shift, tuple(range(len(lead))))
     slots = jnp.sum(shifted, axis=-2, dtype=np.uint32)
     if slot == bits:
         return slots
+    # Odd widths are cut from the words of the next power of two: the codes, which cost
+    # far more than the cutting, are computed once.
     fields = []
     for offset, width in _fields(bits):
         mask = np.uint32(sum(((1 << width) - 1) << i for i in range(0, 32, slot)))
         fields.append(_fold(slots >> np.uint32(offset) & mask, slot, width))
-    return fields[0] if len(fields) == 1 else jnp.concatenate(fields, axis=-1)
+    return jnp.concatenate(fields, axis=-1)
 
 
 def unpack(words: jax.Array, bits: int) -> jax.Array:

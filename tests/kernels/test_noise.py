@@ -27,7 +27,7 @@ def draw(seed, metadata=METADATA, shape=(GROUPS,)):
     @jax.jit
     def draw(seed):
         keys = noise.group_keys(seed, jnp.full(shape, metadata))
-        return jnp.concatenate(noise.pair_noise(keys, GROUP // 2), axis=-1)
+        return noise.sixteen_bits(keys, GROUP)
 
     return np.asarray(draw(np.uint32(seed)))
 

@@ -57,7 +57,7 @@ def encode(
     Example:
         >>> x = jnp.linspace(-1.0, 1.0, 512).reshape(2, 256)
         >>> stored = encode(x, jnp.uint32(0), bits=4)
-        >>> stored.words.shape, stored.scale.shape
+        >>> stored.words.shape, stored.metadata.shape
         ((2, 1, 32), (2, 1))
     """
     x = jnp.asarray(x)
@@ -143,7 +143,7 @@ def _check_stored(stored: Stored, shape, bits: int, group_size: int) -> None:
     layout = layout_of(shape, group_size)
     groups = (*layout.lead, layout.num_groups)
     size = _words.num_words(layout.group, bits)
-    required = [("uint32", (*groups, size)), ("uint16", groups), ("uint16", groups)]
+    required = [("uint32", (*groups, size)), ("uint32", groups)]
     given = [(part.dtype.name, part.shape) for part in stored]
     if given != required:
         raise ValueError(

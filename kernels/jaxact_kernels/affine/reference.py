@@ -49,7 +49,7 @@ import numpy as np
 from jax import lax
 
 from jaxact_kernels import noise, words
-from jaxact_kernels.layout import Layout, layout_of
+from jaxact_kernels.layout import layout_of
 
 CONSTANT = np.uint32(0x8000)  # sign of a scale: the group holds one value
 NAN = np.uint32(0x7FC0)  # zero point of a group with a NaN; its scale is 0
@@ -67,13 +67,22 @@ class Stored(NamedTuple):
 
     Attributes:
         words: `uint32[*lead, num_groups, group * bits / 32]`, in the order of `words`.
-        zero_point: `uint16[*lead, num_groups]`, bfloat16 patterns.
-        scale: `uint16[*lead, num_groups]`, bfloat16 patterns; sign: constant group.
+        metadata: `uint32[*lead, num_groups]`, two bfloat16 patterns: the zero point in
+            the high 16 bits; in the low, the scale, whose sign says constant group.
     """
 
     words: jax.Array
-    zero_point: jax.Array
-    scale: jax.Array
+    metadata: jax.Array
+
+    @property
+    def zero_point(self) -> jax.Array:
+        """`uint16[*lead, num_groups]`, bfloat16 patterns."""
+        return (self.metadata >> np.uint32(16)).astype(np.uint16)
+
+    @property
+    def scale(self) -> jax.Array:
+        """`uint16[*lead, num_groups]`, bfloat16 patterns."""
+        return self.metadata.astype(np.uint16)
 
 
 def encode(
@@ -83,21 +92,18 @@ def encode(
     layout = layout_of(x.shape, group_size)
     groups = layout.split(x.astype(np.float32), -np.inf)
     lo, hi = _extremes(groups, _big(x.dtype))
-    zero_point, scale = _metadata(lo, hi, bits, x.dtype)
-    ends = _fixed_ends(lo, zero_point, scale)
-    half = layout.group // 2
-    metadata = zero_point << np.uint32(16) | scale
+    # Without the barrier XLA computes the metadata again in each kernel that reads it:
+    # a third more code to compile.
+    metadata = lax.optimization_barrier(_metadata(lo, hi, bits, x.dtype))
+    fixed = _fixed_point(groups, _fixed_ends(lo, metadata), bits)
     if stochastic:
-        draws = noise.pair_noise(noise.group_keys(seed, metadata), half)
+        draw = noise.sixteen_bits(noise.group_keys(seed, metadata), layout.group)
     else:
-        draws = (jnp.full((), NEAREST),) * 2
-    codes = []
-    for start, draw in zip((0, half), draws, strict=True):
-        part = lax.slice_in_dim(groups, start, start + half, axis=-1)
-        code = round_fixed_point(_fixed_point(part, ends, bits), draw)
-        codes.append(_zero_padding(code, layout, start))
-    packed = words.pack_halves(codes[0], codes[1], bits)
-    return Stored(packed, zero_point.astype(np.uint16), scale.astype(np.uint16))
+        draw = jnp.full((), NEAREST)
+    codes = round_fixed_point(fixed, draw)
+    if layout.padding:
+        codes = jnp.where(layout.is_real(), codes, np.uint32(0))
+    return Stored(words.pack(codes, bits), metadata)
 
 
 def decode(
@@ -105,7 +111,7 @@ def decode(
 ) -> jax.Array:
     """See `jaxact_kernels.affine.decode`."""
     layout = layout_of(shape, group_size)
-    zero, step, unit = _decoding_line(stored.zero_point, stored.scale)
+    zero, step, unit = _decoding_line(stored.metadata)
     code = words.unpack(stored.words, bits).astype(np.int32).astype(np.float32)
     x = (zero[..., None] + step[..., None] * code) * unit[..., None]
     return layout.join(x.astype(dtype), shape)
@@ -140,10 +146,8 @@ def _flush(x: jax.Array) -> jax.Array:
     return jnp.where(lax.abs(x) < np.finfo(np.float32).tiny, np.float32(0), x)
 
 
-def _metadata(
-    lo: jax.Array, hi: jax.Array, bits: int, dtype
-) -> tuple[jax.Array, jax.Array]:
-    """Zero point and scale of each group, 16 bits in a `uint32`."""
+def _metadata(lo: jax.Array, hi: jax.Array, bits: int, dtype) -> jax.Array:
+    """Zero point and scale of each group, in one `uint32`."""
     zero_point = _bf16_below(jnp.maximum(lo, -_big(dtype)))
     scale = _covering_scale(_from_bf16(zero_point), hi, bits, dtype)
     pattern = _pattern(lo)
@@ -152,8 +156,13 @@ def _metadata(
     zero_point = jnp.where(is_constant, pattern >> np.uint32(16), zero_point)
     scale = jnp.where(is_constant, CONSTANT | next15, scale)
     is_nan = lo != lo
-    zero_point = jnp.where(is_nan, NAN, zero_point)
-    return zero_point, jnp.where(is_nan, np.uint32(0), scale)
+    metadata = zero_point << np.uint32(16) | scale
+    return jnp.where(is_nan, NAN << np.uint32(16), metadata)
+
+
+def _halves(metadata: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Patterns of zero point and scale, 16 bits in a `uint32` each."""
+    return metadata >> np.uint32(16), metadata & np.uint32(0xFFFF)
 
 
 def _covering_scale(z: jax.Array, hi: jax.Array, bits: int, dtype) -> jax.Array:
@@ -166,12 +175,13 @@ def _covering_scale(z: jax.Array, hi: jax.Array, bits: int, dtype) -> jax.Array:
     return scale - (half_top > _max(dtype) * HALF).astype(np.uint32)
 
 
-def _fixed_ends(lo, zero_point, scale) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _fixed_ends(lo, metadata) -> tuple[jax.Array, jax.Array, jax.Array]:
     """For each group: z/2, 2**17/s, and the code's least value in 2**-16 units.
 
     A constant group's slope is 0 and its floor the last bit of the value, so that the
     one per-element formula serves it (and any NaN from 0 * inf falls to the floor).
     """
+    zero_point, scale = _halves(metadata)
     is_constant = scale >= CONSTANT
     is_flat = is_constant | (zero_point == NAN)
     slope = np.float32(2**17) / _from_bf16(scale)
@@ -193,19 +203,12 @@ def _fixed_point(x: jax.Array, ends, bits: int) -> jax.Array:
     return jnp.where(t < top, t, top).astype(np.int32).astype(np.uint32)
 
 
-def _zero_padding(codes: jax.Array, layout: Layout, start: int) -> jax.Array:
-    if not layout.padding:
-        return codes
-    real = layout.is_real(start, codes.shape[-1])
-    return jnp.where(real, codes, np.uint32(0))
-
-
-def _decoding_line(zero_point, scale) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _decoding_line(metadata) -> tuple[jax.Array, jax.Array, jax.Array]:
     """For each group: z/u, s/u and u, with which x' = (z/u + s/u * code) * u.
 
     The unit u is 2, and 2**-64 for a small constant, whose last bit may be subnormal.
     """
-    zero_point, scale = zero_point.astype(np.uint32), scale.astype(np.uint32)
+    zero_point, scale = _halves(metadata)
     is_constant = scale >= CONSTANT
     next15 = jnp.where(is_constant, scale & np.uint32(0x7FFF), np.uint32(0))
     pattern = zero_point << np.uint32(16) | next15 << np.uint32(1)
