@@ -13,8 +13,18 @@ def for_target(target: Any) -> Any | None:
 
 
 def for_arguments(args: Sequence[Any]) -> Any | None:
-    """The adapter for a call with a Flax module among its arguments, else None."""
-    return next(filter(None, map(for_target, args)), None)
+    """The adapter for a call of a function or method that modules take part in.
+
+    Linen: a method, whose first argument is a module with variables at hand. A module
+    without is a plain value. NNX: any argument.
+    """
+    for place, value in enumerate(args):
+        adapter = None if isinstance(value, type) else for_target(value)
+        if adapter is None:
+            continue
+        if is_nnx(value) or (place == 0 and value.scope is not None):
+            return adapter
+    return None
 
 
 def is_nnx(x: Any) -> bool:

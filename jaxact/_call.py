@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import core
 
 from jaxact import _compat
 
@@ -43,9 +44,8 @@ class Flat:
 
     def __call__(self, *values: Any) -> list[Any]:
         num_consts = len(self.jaxpr.constvars)
-        return jax.core.eval_jaxpr(
-            self.jaxpr, values[:num_consts], *values[num_consts:]
-        )
+        consts, inputs = values[:num_consts], values[num_consts:]
+        return core.eval_jaxpr(self.jaxpr, consts, *inputs)
 
     @property
     def invars(self) -> list[Any]:
@@ -101,13 +101,13 @@ def trace(
 
     def on_arrays(*arrays: Any) -> list[Any]:
         full = list(leaves)
-        for i, array in zip(dynamic, arrays):
+        for i, array in zip(dynamic, arrays, strict=True):
             full[i] = array
         values = [
             v.value if isinstance(v, Static) else v
             for v in jax.tree.unflatten(tree, full)
         ]
-        out = f(*values[:num_args], **dict(zip(kwargs, values[num_args:])))
+        out = f(*values[:num_args], **dict(zip(kwargs, values[num_args:], strict=True)))
         out, result["tree"] = jax.tree.flatten(out)
         result["static"] = [None if is_array(x) else (x,) for x in out]
         return [x for x in out if is_array(x)]
@@ -135,7 +135,7 @@ def _label(
 ) -> tuple[list[str], list[Kind], list[int]]:
     """Label, kind and argument number of every leaf."""
     labels, kinds, owners = [], [], []
-    for number, (argument, value) in enumerate(zip(describe, values)):
+    for number, (argument, value) in enumerate(zip(describe, values, strict=True)):
         for path, _ in jax.tree_util.tree_flatten_with_path(value)[0]:
             labels.append(argument.label + jax.tree_util.keystr(path))
             kinds.append(argument.kind)
@@ -176,9 +176,7 @@ def arguments(
         if wanted is None:
             return Argument(label, Kind.UNKNOWN, is_static)
         chosen = bool(called & set(wanted))
-        return Argument(
-            label, Kind.ACTIVATION if chosen else Kind.PARAMETER, is_static
-        )
+        return Argument(label, Kind.ACTIVATION if chosen else Kind.PARAMETER, is_static)
 
     return [described(i, label) for i, label in enumerate(labels)]
 

@@ -20,7 +20,7 @@ from jaxact._residual import module_path
 
 
 class CompressionWarning(UserWarning):
-    """A policy did less than it says: a rule matched nothing, nothing was compressed."""
+    """A policy did less than it says: a rule, or all of it, changed nothing."""
 
 
 def compress(
@@ -193,5 +193,3 @@ def _warn(policy: Policy, name: str, plans: Sequence[Plan]) -> None:
 
 def _as_tuple(x: int | Sequence[int]) -> tuple[int, ...]:
     return (x,) if isinstance(x, int) else tuple(x)
-
-

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import core, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
@@ -52,7 +52,7 @@ class Engine:
         out: dict[int, Any] = {}
         for places in groups:
             results = _compressed(engine, _select(flat, places))(seed, *values)
-            out.update(zip(places, results))
+            out.update(zip(places, results, strict=True))
         return [out[i] for i in range(len(out))]
 
 
@@ -116,11 +116,11 @@ def _forward(
 ) -> tuple[list[Any], list[Any], list[Any]]:
     """Outputs, packed residuals, and what is kept as it is."""
     forward = plan.forward
-    env = dict(zip(forward.jaxpr.constvars, forward.consts))
-    env |= dict(zip(forward.jaxpr.invars, [seed, *values]))
-    results = jax.core.eval_jaxpr(forward.jaxpr, forward.consts, seed, *values)
+    env = dict(zip(forward.jaxpr.constvars, forward.consts, strict=True))
+    env |= dict(zip(forward.jaxpr.invars, [seed, *values], strict=True))
+    results = core.eval_jaxpr(forward.jaxpr, forward.consts, seed, *values)
     out = results[: forward.num_outputs]
-    residuals = zip(forward.residuals, results[forward.num_outputs :])
+    residuals = zip(forward.residuals, results[forward.num_outputs :], strict=True)
     env |= {v: x for v, x in residuals if not _compat.is_literal(v)}
     stored: dict[Any, Any] = {}
     for number, (v, decision) in enumerate(plan.decisions.items()):
@@ -144,7 +144,7 @@ def _backward(
     plan: Plan, packed: Sequence[Any], kept: Sequence[Any], cotangents: Sequence[Any]
 ) -> Sequence[Any]:
     """Gradients of the active values."""
-    env = dict(zip([*plan.exact, *plan.kept], kept))
+    env = dict(zip([*plan.exact, *plan.kept], kept, strict=True))
     # What is recomputed starts behind the barrier, or XLA would keep it from forward.
     read_again = {v for eqn in plan.recompute for v in _variables(eqn)}
     sources = {v: x for v, x in env.items() if v in read_again}
@@ -154,16 +154,16 @@ def _backward(
         packed, values, tied = lax.optimization_barrier(
             (list(packed), list(sources.values()), [cotangents[i] for i in floating])
         )
-        sources = dict(zip(sources, values))
-        for i, c in zip(floating, tied):
+        sources = dict(zip(sources, values, strict=True))
+        for i, c in zip(floating, tied, strict=True):
             cotangents[i] = c
-    for v, stored in zip(plan.packed, packed):
+    for v, stored in zip(plan.packed, packed, strict=True):
         action = plan.decisions[v].action
         env[v] = action.decode(stored, tuple(v.aval.shape), v.aval.dtype)
     again = {**env, **sources}
     for eqn in plan.recompute:
         inputs = [v.val if _compat.is_literal(v) else again[v] for v in eqn.invars]
-        again.update(zip(eqn.outvars, _compat.bind(eqn, inputs)))
+        again.update(zip(eqn.outvars, _compat.bind(eqn, inputs), strict=True))
     env = {**again, **env}
     residuals = [
         v.val if _compat.is_literal(v) else env[v] for v in plan.forward.residuals
@@ -182,7 +182,8 @@ def _is_inexact(x: Any) -> bool:
 def _instantiate(cotangent: Any) -> Any:
     if not isinstance(cotangent, SymbolicZero):
         return cotangent
-    shape, dtype = cotangent.aval.shape, cotangent.aval.dtype
+    aval: Any = cotangent.aval
+    shape, dtype = aval.shape, aval.dtype
     if dtype == jax.dtypes.float0:
         return np.zeros(shape, dtype)
     return jnp.zeros(shape, dtype)
@@ -214,7 +215,7 @@ def _independent_outputs(flat: Flat) -> list[list[int]]:
         return [list(range(num_outputs))]
     bits = [
         0 if kind is Kind.PARAMETER else 1 << owner
-        for kind, owner in zip(flat.kinds, flat.owners)
+        for kind, owner in zip(flat.kinds, flat.owners, strict=True)
     ]
     facts = flow(flat.jaxpr, bits, union)
     groups: dict[int, list[int]] = {}

@@ -34,10 +34,10 @@ def flow(
     """
     inputs = [*jaxpr.constvars, *jaxpr.invars]
     padding = [0] * (len(inputs) - len(facts))
-    env = dict(zip(inputs, [*padding, *facts]))
+    env = dict(zip(inputs, [*padding, *facts], strict=True))
     for eqn in jaxpr.eqns:
         out = flow_through(eqn, [read(env, v) for v in eqn.invars], transfer, around)
-        env.update(zip(eqn.outvars, out))
+        env.update(zip(eqn.outvars, out, strict=True))
     return env
 
 
@@ -58,7 +58,9 @@ def flow_through(
         return scan_facts(eqn, facts, transfer, around)[1]
     if name == "cond":
         branches = [_outputs(b, facts[1:], transfer, inside) for b in _branches(eqn)]
-        return [facts[0] | union(eqn, outs, around) for outs in zip(*branches)]
+        return [
+            facts[0] | union(eqn, outs, around) for outs in zip(*branches, strict=True)
+        ]
     if name == "optimization_barrier":
         return list(facts)
     body = _compat.call_body(eqn)
@@ -75,7 +77,7 @@ def scan_facts(
     inside, carry = list(facts), slice(num_consts, num_consts + num_carry)
     while True:  # ends: facts only grow, and there are finitely many
         out = _outputs(eqn.params["jaxpr"], inside, transfer, (*around, eqn))
-        grown = [a | b for a, b in zip(inside[carry], out)]
+        grown = [a | b for a, b in zip(inside[carry], out[:num_carry], strict=True)]
         if grown == inside[carry]:
             return inside, out
         inside[carry] = grown

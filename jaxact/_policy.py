@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jaxact._codec import Action, Bitmask, Exact, Quantize
 from jaxact._residual import Residual
 
-# A residual at least this many times smaller than the largest of its call is a statistic (a row
-# sum, a maximum, an inverse deviation): keeping it costs under 4 % and quantizing it
-# ruins the gradient (relative error 23 instead of 0.19 on an 8-layer transformer at
-# two bits).
+# A residual at least this many times smaller than the largest of its call is a
+# statistic (a row sum, a maximum, an inverse deviation): keeping it costs under 4 %
+# and quantizing it ruins the gradient (relative error 23 instead of 0.19 on an 8-layer
+# transformer at two bits).
 SMALL_FRACTION = 32
 # Below this many elements a group's scale and zero point cost as much as they save.
 SMALL_SIZE = 64
@@ -128,7 +128,7 @@ class Policy:
         return Quantize(self.bits) if self.default is None else self.default
 
     def decide(self, residual: Residual, *, largest: int) -> Decision:
-        """The action for one residual of a call whose largest has `largest` elements."""
+        """The action for a residual; the largest of its call has `largest` elements."""
         for index, rule in enumerate(self.rules):
             if rule.matches(residual):
                 return _apply(rule.action, residual, f"rule {index}", index)

@@ -37,7 +37,7 @@ def input_facts(flat: Flat) -> list[int]:
     """Integers and keys are never parameters: an embedding is an activation."""
     return [
         _FACTS[kind] if is_float(v) or kind is not Kind.PARAMETER else UNKNOWN
-        for kind, v in zip(flat.kinds, flat.invars)
+        for kind, v in zip(flat.kinds, flat.invars, strict=True)
     ]
 
 
@@ -48,7 +48,7 @@ def kind_of(facts: int) -> Kind:
 
 
 def learn(eqn: Any, facts: Sequence[int], around: tuple[Any, ...]) -> int:
-    """What is computed, and not just moved, from an unknown argument is an activation."""
+    """What is computed, not just moved, from an unknown argument is an activation."""
     out = union(eqn, facts, around)
     if out & UNKNOWN and eqn.primitive.name not in MOVES:
         out |= ACTIVATION
@@ -89,10 +89,14 @@ def trace_forward(
     def forward(seed: Any, *values: Any) -> list[Any]:
         def of_active(*xs: Any) -> list[Any]:
             rest = iter(xs)
-            full = [next(rest) if a else v for a, v in zip(is_active, values)]
+            full = [
+                next(rest) if a else v for a, v in zip(is_active, values, strict=True)
+            ]
             return run(seed, *full)
 
-        out, vjp = jax.vjp(of_active, *[v for a, v in zip(is_active, values) if a])
+        out, vjp = jax.vjp(
+            of_active, *[v for a, v in zip(is_active, values, strict=True) if a]
+        )
         leaves, found["tree"] = jax.tree.flatten(vjp)
         found["num_outputs"] = len(out)
         return [*out, *leaves]

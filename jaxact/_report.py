@@ -124,7 +124,7 @@ class ResidualTable:
 
     def __str__(self) -> str:
         table = [tuple(_COLUMNS), *(row.cells() for row in self.rows)]
-        widths = [max(map(len, column)) for column in zip(*table)]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
         return "\n".join([*lines, self.summary()])
 
@@ -149,7 +149,7 @@ class ResidualTable:
     def plot(self) -> Any:
         """Bars of exact and stored bytes per residual, as a matplotlib axis."""
         try:
-            from matplotlib import pyplot
+            from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise ImportError(
                 "ResidualTable.plot needs matplotlib: pip install 'jaxact[plots]'."
@@ -203,9 +203,13 @@ def residuals(
     def forward(*values: Any) -> list[Any]:
         def of_active(*xs: Any) -> list[Any]:
             rest = iter(xs)
-            return flat(*[next(rest) if a else v for a, v in zip(active, values)])
+            return flat(
+                *[next(rest) if a else v for a, v in zip(active, values, strict=True)]
+            )
 
-        _, vjp = jax.vjp(of_active, *[v for a, v in zip(active, values) if a])
+        _, vjp = jax.vjp(
+            of_active, *[v for a, v in zip(active, values, strict=True) if a]
+        )
         return jax.tree.leaves(vjp)
 
     jaxpr, _ = _compat.open_jaxpr(jax.make_jaxpr(forward)(*values))
@@ -251,7 +255,9 @@ def _tabulate(jaxpr: Any, paths: list[str]) -> ResidualTable:
             stored[mark] = stored.get(mark, 0) + size
         else:
             what = describe(jaxpr, v, paths)
-            outside.append(_row(what, what.shape, Exact(), size, size, "not in a compressed call"))
+            outside.append(
+                _row(what, what.shape, Exact(), size, size, "not in a compressed call")
+            )
     inside = [_marked_row(*marks.found[m], size) for m, size in sorted(stored.items())]
     return ResidualTable((*inside, *outside), referenced, _unused(marks))
 

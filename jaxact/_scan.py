@@ -55,7 +55,7 @@ def _evaluate(
     compress: Compress,
 ) -> list[Any]:
     known = flow(jaxpr, facts, learn)
-    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], values))
+    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], values, strict=True))
 
     def value(v: Any) -> Any:
         return v.val if _compat.is_literal(v) else env[v]
@@ -66,11 +66,13 @@ def _evaluate(
         name = eqn.primitive.name
         if name == "scan":
             out = _scan(eqn, learned, seed, inputs, compress)
-        elif name in _JITS and contains_scan(_compat.open_jaxpr(eqn.params["jaxpr"])[0]):
+        elif name in _JITS and contains_scan(
+            _compat.open_jaxpr(eqn.params["jaxpr"])[0]
+        ):
             out = _jit(eqn, learned, seed, inputs, compress)
         else:
             out = _compat.bind(eqn, inputs)
-        env.update(zip(eqn.outvars, out))
+        env.update(zip(eqn.outvars, out, strict=True))
     return [value(v) for v in jaxpr.outvars]
 
 

@@ -18,6 +18,7 @@ class SavePacked:
     """
 
     def __call__(self, primitive: Any, *_: Any, **params: Any) -> bool:
+        """Whether the equation names something that jaxact packed."""
         return primitive.name == "name" and params["name"] == PACKED_NAME
 
 
@@ -32,6 +33,7 @@ class SaveEither:
     second: Callable[..., Any]
 
     def __call__(self, primitive: Any, *avals: Any, **params: Any) -> Any:
+        """What `first` says, unless `second` saves."""
         if self.second(primitive, *avals, **params) is True:
             return True
         return self.first(primitive, *avals, **params)

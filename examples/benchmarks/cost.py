@@ -3,7 +3,8 @@
   python examples/benchmarks/cost.py
 
 Ratios compare a training step of a compressed 12-layer transformer (gradient and AdamW
-update) with that of the uncompressed one, on the local backend, nothing cached. Every number is the median of several runs, alternating between the two.
+update) with that of the uncompressed one, on the local backend, nothing cached. Every
+number is the median of several runs, alternating between the two.
 """
 
 import argparse

@@ -12,12 +12,12 @@ from jaxact_kernels import affine
 
 @dataclasses.dataclass(frozen=True)
 class Quantize(Action):
-    """Store groups of the last axis as `bits`-bit codes: value ~ zero point + scale * code.
+    """Store groups of the last axis as value ~ zero point + scale * code.
 
-    With stochastic rounding the decoded value's mean is the encoded value, and its
-    variance is scale^2 f (1 - f), f being the fractional code (ActNN, Chen et al.
-    2021, arXiv:2104.14129, eq. 6). Constant groups, and zeros at a group's minimum,
-    come back exactly.
+    Codes are integers of `bits` bits. With stochastic rounding the decoded value's mean
+    is the encoded value, and its variance is scale^2 f (1 - f), f being the fractional
+    code (ActNN, Chen et al. 2021, arXiv:2104.14129, eq. 6). Constant groups, and zeros
+    at a group's minimum, come back exactly.
 
     Attributes:
       bits: per element, 1 to 8.

@@ -74,6 +74,7 @@ def _lift(target: Any, method: Any, policy: Policy, static: tuple[int, ...]) -> 
 
         lift_all = ((True,), (True,), (True,))
         lifted = lift.pack(inner, *lift_all, name="compress", enable_kwargs=True)
+
         # The seed is drawn outside: RNG counters do not come out of a lifted function.
         def seeded(scopes: Any, *args: Any, rounding_key: Any = None, **kw: Any) -> Any:
             drawn = _seed(scopes) if rounding_key is None else seed_from(rounding_key)

@@ -55,8 +55,8 @@ def compress_call(
         seed = _seed(modules) if rounding_key is None else seed_from(rounding_key)
         describe = [*state, *described]
         with jax.named_scope(type(modules[0]).__name__):  # NNX opens no scopes itself
-            y, *state = call(pure, inputs, kwargs, describe, policy, seed, name=f)
-        changed = [s for s in state if s is not None]
+            y, *after = call(pure, inputs, kwargs, describe, policy, seed, name=f)
+        changed = [s for s in after if s is not None]
         if changed:  # a frozen module may belong to an outer trace
             nnx.update(modules, *changed)
         return y
@@ -80,15 +80,15 @@ def purify(
     def pure(params: Any, rest: Any, *args: Any, **kwargs: Any) -> Any:
         # Without a copy, tree mode refuses to mutate state of an outer trace.
         inside = nnx.merge(graphdef, params, rest, copy=True)
-        args, kwargs = _replace(args, kwargs, places, names, inside)
-        y = f(*args, **kwargs)
+        full, kwargs = _replace(args, kwargs, places, names, inside)
+        y = f(*full, **kwargs)
         _, new_params, new_rest = nnx.split(inside, nnx.Param, ...)
         new_params = None if _same(params, new_params) else new_params
         return y, new_params, None if _same(rest, new_rest) else new_rest
 
     empty = (None,) * len(modules)
-    args, kwargs = _replace(args, kwargs, places, names, empty)
-    return pure, (params, rest, *args), kwargs, modules
+    others, kwargs = _replace(args, kwargs, places, names, empty)
+    return pure, (params, rest, *others), kwargs, modules
 
 
 def _replace(

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from programs import relative_error, same_bits
 
 import jaxact
 from jaxact import Exact, Policy
+from programs import relative_error, same_bits
 
 W, X = jnp.ones((64, 64)) / 8, jax.random.normal(jax.random.key(0), (32, 64))
 
@@ -42,7 +42,9 @@ def test_activations_by_name_or_number(activations, by_name):
         pytest.skip("a negative number counts positional arguments")
     small = jaxact.compress(layer, activations=activations, policy=Policy(bits=8))
     call = (lambda f: f(W, x=X)) if by_name else (lambda f: f(W, X))
-    table = jaxact.residuals(lambda w, x: small(w, x=x) if by_name else small(w, x), W, X)
+    table = jaxact.residuals(
+        lambda w, x: small(w, x=x) if by_name else small(w, x), W, X
+    )
     assert {row.path for row in table.rows if not row.primitive} == {"x"}
     assert same_bits(call(small), call(layer))
 
@@ -70,7 +72,9 @@ def test_static_values_and_other_leaves():
     call = lambda f: f(W, X, 2.0, act="sin", mask=mask[None])
     small = jaxact.compress(layer, activations=("x", "mask"), policy=Policy(bits=8))
     assert same_bits(call(small), call(layer))
-    gradient = lambda f: jax.grad(lambda w: f(w, X, act="sin", mask=mask[None]).sum())(W)
+    gradient = lambda f: jax.grad(lambda w: f(w, X, act="sin", mask=mask[None]).sum())(
+        W
+    )
     assert relative_error(gradient(small), gradient(layer)) < 0.05
 
     def shaped(x, sizes, tag):

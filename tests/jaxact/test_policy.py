@@ -197,6 +197,8 @@ def test_offloaded_residuals_live_in_host_memory():
     small = jaxact.compress(mlp, policy=Policy(default=Offload(Quantize(4))))
     vjp = jax.eval_shape(lambda: jax.vjp(small, P, X)[1])
     assert vjp is not None
-    program = jax.make_jaxpr(lambda p, x: jax.tree.leaves(jax.vjp(small, p, x)[1]))(P, X)
+    program = jax.make_jaxpr(lambda p, x: jax.tree.leaves(jax.vjp(small, p, x)[1]))(
+        P, X
+    )
     spaces = [v.aval.memory_space for v in program.jaxpr.outvars]
     assert jax.memory.Space.Host in spaces

@@ -10,10 +10,10 @@ import pytest
 from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from programs import PROGRAMS, each_program, kept_bytes
 
 import jaxact
 from jaxact import Exact, Policy, Quantize, Rule
+from programs import PROGRAMS, each_program, kept_bytes
 
 
 def mlp(p, x):
@@ -139,8 +139,10 @@ def test_forms():
         assert row.source in text
     assert page.count("<tr>") == len(table.rows) + 1
     data = json.loads(json.dumps(table.to_dict()))
-    assert data["stored_bytes"] == table.stored_bytes == sum(
-        row["stored_bytes"] for row in data["rows"]
+    assert (
+        data["stored_bytes"]
+        == table.stored_bytes
+        == sum(row["stored_bytes"] for row in data["rows"])
     )
     assert data["rows"][0]["action"].startswith("Quantize")
     rich = pytest.importorskip("rich.console")

@@ -13,9 +13,8 @@ sys.path[:0] = [str(root), str(root / "kernels"), str(root / "tests")]
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
-from programs import PROGRAMS, relative_error, scalar  # noqa: E402
-
 import jaxact  # noqa: E402
+from programs import PROGRAMS, relative_error, scalar  # noqa: E402
 
 P = jax.P
 mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -30,7 +29,9 @@ def compiled(f, params, x):
 
 def collectives(program):
     kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
-    return collections.Counter(re.findall(rf" ({kinds})(?:-start)?\(", program.as_text()))
+    return collections.Counter(
+        re.findall(rf" ({kinds})(?:-start)?\(", program.as_text())
+    )
 
 
 one = compiled(small, params, x)(params, x)

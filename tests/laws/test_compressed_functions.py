@@ -36,7 +36,9 @@ def op_by_op(f, args):
     closed, out = jax.make_jaxpr(on_arrays, return_shape=True)(*flat)
 
     def run(*args):
-        values = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *jax.tree.leaves(args))
+        values = jax.core.eval_jaxpr(
+            closed.jaxpr, closed.consts, *jax.tree.leaves(args)
+        )
         return jax.tree.unflatten(jax.tree.structure(out), values)
 
     return run
@@ -71,7 +73,9 @@ def test_exact_gradients_are_bit_identical(program):
     args = program.arguments()
     small = jaxact.compress(program.f, policy=Policy(default=Exact()), activations="x")
     gradient = lambda f: jax.grad(scalar(f), (0, 1))
-    assert same_bits(jax.jit(gradient(small))(*args), jax.jit(gradient(program.f))(*args))
+    assert same_bits(
+        jax.jit(gradient(small))(*args), jax.jit(gradient(program.f))(*args)
+    )
     plain = op_by_op(program.f, args)
     assert same_bits(gradient(small)(*args), gradient(plain)(*args))
 
@@ -126,9 +130,11 @@ def test_unbiased(program, bits):
     def project(gradient):
         products = jax.tree.map(lambda g, w: g * w, gradient, weights)
         flat = jnp.concatenate([g.ravel() for g in jax.tree.leaves(products)])
-        return flat[: flat.size // projections * projections].reshape(
-            projections, -1
-        ).sum(1)
+        return (
+            flat[: flat.size // projections * projections]
+            .reshape(projections, -1)
+            .sum(1)
+        )
 
     keys = jax.random.split(jax.random.key(11), draws)
     sample = jax.jit(lambda key: project(linear_loss(small, rounding_key=key)))

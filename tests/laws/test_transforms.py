@@ -7,6 +7,9 @@ import jax.numpy as jnp
 import optax
 import pytest
 from jax import checkpoint_policies as save, lax
+
+import jaxact
+from jaxact import Policy
 from programs import (
     PROGRAMS,
     kept_bytes,
@@ -14,9 +17,6 @@ from programs import (
     same_bits,
     scalar,
 )
-
-import jaxact
-from jaxact import Policy
 
 BY_NAME = {program.name: program for program in PROGRAMS}
 MLP = BY_NAME["gelu_mlp"]
@@ -203,7 +203,9 @@ def test_training_step_with_donation_and_accumulation(args):
     y = jnp.sin(x)
     optimizer = optax.chain(
         optax.clip_by_global_norm(1.0),
-        optax.MultiSteps(optax.adamw(1e-2), every_k_schedule=2).gradient_transformation(),
+        optax.MultiSteps(
+            optax.adamw(1e-2), every_k_schedule=2
+        ).gradient_transformation(),
     )
 
     def train(f):
@@ -248,7 +250,10 @@ def test_float64():
 
 def test_weak_types_survive():
     f = jaxact.compress(lambda x: (x, jnp.asarray(1.0) * 2.0, 3.0))
-    out, plain = jax.jit(f)(jnp.ones(3)), jax.jit(lambda x: (x, jnp.asarray(1.0) * 2.0, 3.0))(jnp.ones(3))
+    out, plain = (
+        jax.jit(f)(jnp.ones(3)),
+        jax.jit(lambda x: (x, jnp.asarray(1.0) * 2.0, 3.0))(jnp.ones(3)),
+    )
     assert [o.aval.weak_type for o in out] == [o.aval.weak_type for o in plain]
 
 
@@ -278,5 +283,3 @@ def test_devices_share_the_work_without_new_collectives():
     here = Path(__file__).parent / "sharded_step.py"
     done = subprocess.run([sys.executable, here], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-

@@ -148,7 +148,7 @@ def _flush(x: jax.Array) -> jax.Array:
 
 def _metadata(lo: jax.Array, hi: jax.Array, bits: int, dtype) -> jax.Array:
     """Zero point and scale of each group, in one `uint32`."""
-    zero_point = _bf16_below(jnp.maximum(lo, -_big(dtype)))
+    zero_point = _bf16_below(lax.max(lo, -_big(dtype)))
     scale = _covering_scale(_from_bf16(zero_point), hi, bits, dtype)
     pattern = _pattern(lo)
     next15 = (pattern & np.uint32(0xFFFF)) >> np.uint32(1)
@@ -169,7 +169,7 @@ def _covering_scale(z: jax.Array, hi: jax.Array, bits: int, dtype) -> jax.Array:
     """Least bfloat16 scale that reaches `hi`; one less if it overflows `dtype`."""
     steps = 2**bits - 1
     exact = (hi * HALF - z * HALF) * np.float32(2 / steps)
-    exact = jnp.clip(exact, SMALLEST_SCALE, _big(dtype))
+    exact = lax.clamp(SMALLEST_SCALE, exact, _big(dtype))
     scale = _pattern(exact) + np.uint32(0xFFFF) >> np.uint32(16)
     half_top = z * HALF + (_from_bf16(scale) * HALF) * np.float32(steps)
     return scale - (half_top > _max(dtype) * HALF).astype(np.uint32)
