@@ -114,7 +114,6 @@ def _compress_function(
         describe = arguments(f, args, kwargs, activations, static_argnums)
         return call(f, args, kwargs, describe, policy, seed_from(rounding_key))
 
-    compressed.jaxact_policy = policy  # type: ignore[attr-defined]
     return compressed
 
 
