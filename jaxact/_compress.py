@@ -34,8 +34,10 @@ def compress(
 
     The value computed is `target`'s own, to the last bit; so are the parameter tree,
     mutable state and RNG counters. Only the arrays that reverse-mode differentiation
-    keeps are stored as `policy` says. Reverse mode once only: forward-mode and
-    second-order derivatives raise a TypeError.
+    keeps are stored as `policy` says. With Policy(default=Exact()) the gradients are
+    JAX's own too, operation by operation; where three or more of them are summed into
+    one argument, a compressed call in between may change the order of that sum.
+    Reverse mode once only: forward-mode and second-order derivatives raise a TypeError.
 
     Use as `@compress`, `@compress(policy=...)` or `compress(target, ...)`.
 
