@@ -19,7 +19,7 @@ lint: .venv/dev
 	$(RUN) -m ruff format --check
 
 typecheck: .venv/dev
-	$(RUN) -m pyright
+	$(RUN) -m pyright --pythonpath $(RUN)
 
 clean:
 	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis
