@@ -77,12 +77,21 @@ def compress(
             f"compress(policy={policy!r}): a jaxact.Policy is required. For bits write "
             "Policy(bits=2), for a jax.checkpoint policy Policy(recompute=...)."
         )
-    options = {"activations": activations, "static_argnums": _as_tuple(static_argnums)}
+    static = (
+        (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
+    )
     if target is None:
-        return functools.partial(compress, policy=policy, **options)
+        return lambda target: _compress_target(target, policy, activations, static)
+    return _compress_target(target, policy, activations, static)
+
+
+def _compress_target(
+    target: Any, policy: Policy, activations: Any, static_argnums: tuple[int, ...]
+) -> Any:
     owner = getattr(target, "__self__", None)
     if _adapters.is_nnx(owner):  # a bound method: its module is an argument
-        method = compress(target.__func__, policy=policy, **options)
+        function = target.__func__
+        method = _compress_function(function, policy, activations, static_argnums)
         return functools.partial(method, owner)
     adapter = _adapters.for_target(target)
     if adapter is not None:
@@ -92,13 +101,13 @@ def compress(
                 "for plain functions. The call arguments of a module are its "
                 "activations, its variables are not."
             )
-        return adapter.compress(target, policy, options["static_argnums"])
+        return adapter.compress(target, policy, static_argnums)
     if not callable(target):
         raise TypeError(
             f"compress({target!r}): a Flax module class, an NNX module or a function "
             "is required."
         )
-    return _compress_function(target, policy, **options)
+    return _compress_function(target, policy, activations, static_argnums)
 
 
 def _compress_function(
@@ -190,7 +199,3 @@ def _warn(policy: Policy, name: str, plans: Sequence[Plan]) -> None:
             CompressionWarning,
             stacklevel=2,
         )
-
-
-def _as_tuple(x: int | Sequence[int]) -> tuple[int, ...]:
-    return (x,) if isinstance(x, int) else tuple(x)
