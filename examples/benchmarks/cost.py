@@ -26,17 +26,20 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from models import transformer
 
 
-def import_seconds(module: str) -> float:
-    """Seconds that a fresh Python takes to import a module, without its own start."""
-    code = f"""
+def import_seconds() -> tuple[float, float]:
+    """Seconds that a fresh Python takes to import jax, and then jaxact."""
+    code = """
 import time
 start = time.perf_counter()
-import {module}
-print(time.perf_counter() - start)
+import jax
+middle = time.perf_counter()
+import jaxact
+print(middle - start, time.perf_counter() - middle)
 """
     command = [sys.executable, "-c", code]
     ran = subprocess.run(command, capture_output=True, text=True, check=True)
-    return float(ran.stdout)
+    jax_alone, then_jaxact = map(float, ran.stdout.split())
+    return jax_alone, then_jaxact
 
 
 def build_seconds(step: Callable[..., Any], *args: Any) -> tuple[float, float]:
@@ -59,13 +62,9 @@ def alternate(repeats: int, *measurements: Callable[[], Any]) -> list[list[Any]]
 
 
 def report_import(repeats: int) -> None:
-    base, ours = alternate(
-        repeats,
-        functools.partial(import_seconds, "jax"),
-        functools.partial(import_seconds, "jax, jaxact"),
-    )
-    base, ours = statistics.median(base), statistics.median(ours)
-    print(f"import jax {base:.2f} s, and jaxact {ours - base:+.3f} s")
+    runs = zip(*(import_seconds() for _ in range(repeats)), strict=True)
+    base, ours = map(statistics.median, runs)
+    print(f"import jax {base:.2f} s, then jaxact {ours:.3f} s")
 
 
 def train_step(loss: Any) -> Callable[..., Any]:
