@@ -12,7 +12,7 @@ import jax
 from jax.extend import core as jex, source_info_util
 
 # 0.12 batches a backward rule correctly when an output ignores the mapped argument;
-# before, such an output's cotangent was counted once per example, so `_compress`
+# before, such an output's cotangent was counted once per example, so `_engine`
 # splits outputs by what they depend on.
 HAS_GENERIC_BATCHING = (
     "generic_batching" in inspect.signature(jax.custom_vjp.defvjp).parameters
@@ -84,6 +84,16 @@ def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
 
 def is_literal(v: Any) -> bool:
     return isinstance(v, jex.Literal)
+
+
+def value(v: Any, env: dict[Any, Any]) -> Any:
+    """The value of a variable or literal."""
+    return v.val if is_literal(v) else env[v]
+
+
+def variables(atoms: Sequence[Any]) -> list[Any]:
+    """The variables among variables and literals."""
+    return [v for v in atoms if not is_literal(v)]
 
 
 def with_outputs(jaxpr: Any, eqns: Sequence[Any], outvars: Sequence[Any]) -> Any:

@@ -25,7 +25,7 @@ from jaxact._call import Flat, Kind, Static
 from jaxact._flow import flow, read, union
 from jaxact._mark import mark
 from jaxact._policy import Policy
-from jaxact._program import Plan, make_plan, trace_forward
+from jaxact._program import Plan, is_float, make_plan, trace_forward
 from jaxact._residual import join_paths
 from jaxact._scan import contains_scan, push_into_scans
 from jaxact.policies import PACKED_NAME, SaveEither, save_packed
@@ -146,7 +146,7 @@ def _backward(
     """Gradients of the active values."""
     env = dict(zip([*plan.exact, *plan.kept], kept, strict=True))
     # What is recomputed starts behind the barrier, or XLA would keep it from forward.
-    read_again = {v for eqn in plan.recompute for v in _variables(eqn)}
+    read_again = {v for eqn in plan.recompute for v in _compat.variables(eqn.invars)}
     sources = {v: x for v, x in env.items() if v in read_again}
     cotangents = [_instantiate(c) for c in cotangents]
     if packed or plan.recompute:
@@ -162,17 +162,11 @@ def _backward(
         env[v] = action.decode(stored, tuple(v.aval.shape), v.aval.dtype)
     again = {**env, **sources}
     for eqn in plan.recompute:
-        inputs = [v.val if _compat.is_literal(v) else again[v] for v in eqn.invars]
+        inputs = [_compat.value(v, again) for v in eqn.invars]
         again.update(zip(eqn.outvars, _compat.bind(eqn, inputs), strict=True))
     env = {**again, **env}
-    residuals = [
-        v.val if _compat.is_literal(v) else env[v] for v in plan.forward.residuals
-    ]
+    residuals = [_compat.value(v, env) for v in plan.forward.residuals]
     return jax.tree.unflatten(plan.forward.vjp_tree, residuals)(cotangents)
-
-
-def _variables(eqn: Any) -> list[Any]:
-    return [v for v in eqn.invars if not _compat.is_literal(v)]
 
 
 def _is_inexact(x: Any) -> bool:
@@ -221,8 +215,8 @@ def _independent_outputs(flat: Flat) -> list[list[int]]:
     groups: dict[int, list[int]] = {}
     exact = []
     for place, v in enumerate(flat.jaxpr.outvars):
-        has_gradient = jnp.issubdtype(v.aval.dtype, jnp.inexact)
-        (groups.setdefault(read(facts, v), []) if has_gradient else exact).append(place)
+        group = groups.setdefault(read(facts, v), []) if is_float(v) else exact
+        group.append(place)
     first = next(iter(groups.values()), None)
     if first is None:
         return [exact]
@@ -236,11 +230,11 @@ def _select(flat: Flat, places: Sequence[int]) -> Flat:
     if len(places) == len(outvars):
         return flat
     chosen = [outvars[i] for i in places]
-    needed = {v for v in chosen if not _compat.is_literal(v)}
+    needed = set(_compat.variables(chosen))
     eqns = []
     for eqn in reversed(flat.jaxpr.eqns):
         if needed & set(eqn.outvars) or (eqn.effects and 0 in places):
-            needed |= set(_variables(eqn))
+            needed |= set(_compat.variables(eqn.invars))
             eqns.append(eqn)
     jaxpr = _compat.with_outputs(flat.jaxpr, eqns[::-1], chosen)
     return dataclasses.replace(flat, jaxpr=jaxpr)

@@ -57,7 +57,9 @@ def flow_through(
     if name == "scan":
         return scan_facts(eqn, facts, transfer, around)[1]
     if name == "cond":
-        branches = [_outputs(b, facts[1:], transfer, inside) for b in _branches(eqn)]
+        branches = [
+            _outputs(b, facts[1:], transfer, inside) for b in eqn.params["branches"]
+        ]
         return [
             facts[0] | union(eqn, outs, around) for outs in zip(*branches, strict=True)
         ]
@@ -81,10 +83,6 @@ def scan_facts(
         if grown == inside[carry]:
             return inside, out
         inside[carry] = grown
-
-
-def _branches(eqn: Any) -> Sequence[Any]:
-    return eqn.params["branches"]
 
 
 def _outputs(

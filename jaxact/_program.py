@@ -6,7 +6,7 @@ outputs followed by the residuals, so where each residual comes from can be read
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from jaxact._codec import Exact, Recompute
 from jaxact._flow import flow, read, union
 from jaxact._mark import mark_p
 from jaxact._policy import Decision, Policy
-from jaxact._residual import describe
+from jaxact._residual import Provenance
 
 # Equations that move or convert values: recomputing them costs next to nothing.
 MOVES = frozenset(
@@ -79,7 +79,7 @@ class Forward:
 
 def trace_forward(
     run: Callable[..., list[Any]],
-    seed: jax.Array,
+    seed: Any,
     values: Sequence[Any],
     is_active: Sequence[bool],
 ) -> Forward:
@@ -145,17 +145,18 @@ def make_plan(forward: Forward, flat: Flat, policy: Policy, prefix: str) -> Plan
     """Decide for every residual of `forward`."""
     jaxpr = forward.jaxpr
     facts = flow(jaxpr, [0, *input_facts(flat)], learn)
-    leaves = [v for v in forward.residuals if not _compat.is_literal(v)]
+    leaves = dict.fromkeys(_compat.variables(forward.residuals))
     sizes = [v.aval.size for v in leaves if read(facts, v) & ACTIVATION]
     largest = max(sizes, default=0)
-    producers = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
+    provenance = Provenance(jaxpr, ["seed", *flat.paths], prefix)
+    producers = provenance.producers(jaxpr)
     inputs = set(jaxpr.invars) | set(jaxpr.constvars)
     decisions: dict[Any, Decision] = {}
 
     def decide(v: Any) -> None:
         if v in decisions:
             return
-        what = describe(jaxpr, v, ["seed", *flat.paths], prefix)
+        what = provenance.of(v)
         decisions[v] = decision = _decide(v, what, facts, inputs, policy, largest)
         if isinstance(decision.action, Recompute):
             needs = _sources(v, producers, leaves)
@@ -165,9 +166,9 @@ def make_plan(forward: Forward, flat: Flat, policy: Policy, prefix: str) -> Plan
             for source in needs:
                 decide(source)
 
-    for v in dict.fromkeys(leaves):
+    for v in leaves:
         decide(v)
-    again = [v for v, d in decisions.items() if isinstance(d.action, Recompute)]
+    again = {v: d for v, d in decisions.items() if isinstance(d.action, Recompute)}
     coded = {
         v: d for v, d in decisions.items() if _is_coded(v, d, read(facts, v), inputs)
     }
@@ -175,7 +176,7 @@ def make_plan(forward: Forward, flat: Flat, policy: Policy, prefix: str) -> Plan
         forward,
         coded,
         tuple(v for v in decisions if v not in coded and v not in again),
-        tuple(_slice(jaxpr, again, producers, set(decisions) - set(again))),
+        tuple(_slice(jaxpr, list(again), producers, decisions.keys() - again.keys())),
         tuple(decisions.values()),
         policy,
     )
@@ -211,9 +212,8 @@ def _is_coded(v: Any, decision: Decision, facts: int, inputs: set[Any]) -> bool:
     return True
 
 
-def _sources(v: Any, producers: Any, leaves: Sequence[Any]) -> list[Any] | str:
+def _sources(v: Any, producers: Any, leaves: Collection[Any]) -> list[Any] | str:
     """Nearest inputs and residuals to recompute `v` from, or why there are none."""
-    ends = {x for x in leaves if x is not v}
     todo, seen, found = [v], {v}, []
     while todo:
         eqn = producers.get(todo.pop())
@@ -221,11 +221,10 @@ def _sources(v: Any, producers: Any, leaves: Sequence[Any]) -> list[Any] | str:
             return "an argument: there is nothing to recompute it from"
         if eqn.effects:
             return "not recomputed: that would repeat a side effect"
-        for x in eqn.invars:
-            if _compat.is_literal(x) or x in seen:
-                continue
-            seen.add(x)
-            (found if x in ends or x not in producers else todo).append(x)
+        for x in _compat.variables(eqn.invars):
+            if x not in seen:
+                seen.add(x)
+                (found if x in leaves or x not in producers else todo).append(x)
     return found
 
 
@@ -237,12 +236,13 @@ def _slice(
     while todo:
         eqn = producers[todo.pop()]
         needed.add(id(eqn))
-        for x in eqn.invars:
-            if not _compat.is_literal(x) and x not in seen and x not in given:
+        for x in _compat.variables(eqn.invars):
+            if x not in seen and x not in given:
                 seen.add(x)
                 todo.append(x)
     return [eqn for eqn in jaxpr.eqns if id(eqn) in needed]
 
 
 def is_float(v: Any) -> bool:
+    """Whether a variable can have a gradient."""
     return jnp.issubdtype(v.aval.dtype, jnp.inexact)

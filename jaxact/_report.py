@@ -2,11 +2,11 @@
 
 import dataclasses
 import html
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxact import _adapters, _compat
 from jaxact._call import Argument, Kind, arguments, trace
@@ -15,7 +15,8 @@ from jaxact._compress import compress
 from jaxact._flow import flow, read, union
 from jaxact._mark import mark_p
 from jaxact._policy import Policy, Rule
-from jaxact._residual import describe
+from jaxact._program import Forward, trace_forward
+from jaxact._residual import Provenance
 
 _COLUMNS = "shape dtype primitive name path source action exact stored why".split()
 
@@ -190,30 +191,18 @@ def residuals(
     """
     if policy is not None:
         fn = compress(fn, policy=policy)
-    if any(map(_adapters.is_nnx, args)):
-        adapter = _adapters.for_arguments(args)
-        fn, args, kwargs, _ = adapter.purify(fn, args, kwargs)  # type: ignore[union-attr]
+    modules = [a for a in (*args, *kwargs.values()) if _adapters.is_nnx(a)]
+    if modules:
+        adapter: Any = _adapters.for_target(modules[0])
+        fn, args, kwargs, _ = adapter.purify(fn, args, kwargs)
         described = [Argument(f"args[{i}]", Kind.UNKNOWN) for i in range(len(args))]
         described += [Argument(name, Kind.UNKNOWN) for name in kwargs]
     else:
         described = arguments(fn, args, kwargs, None, ())
     flat, values, _ = trace(fn, args, kwargs, described)
     active = [jnp.issubdtype(v.dtype, jnp.inexact) for v in values]
-
-    def forward(*values: Any) -> list[Any]:
-        def of_active(*xs: Any) -> list[Any]:
-            rest = iter(xs)
-            return flat(
-                *[next(rest) if a else v for a, v in zip(active, values, strict=True)]
-            )
-
-        _, vjp = jax.vjp(
-            of_active, *[v for a, v in zip(active, values, strict=True) if a]
-        )
-        return jax.tree.leaves(vjp)
-
-    jaxpr, _ = _compat.open_jaxpr(jax.make_jaxpr(forward)(*values))
-    return _tabulate(jaxpr, list(flat.paths))
+    run = lambda _, *values: flat(*values)
+    return _tabulate(trace_forward(run, np.uint32(0), values, active), flat.paths)
 
 
 @dataclasses.dataclass
@@ -238,14 +227,15 @@ class _Marks:
         return out | 1 << self.number[key]
 
 
-def _tabulate(jaxpr: Any, paths: list[str]) -> ResidualTable:
-    marks = _Marks()
+def _tabulate(forward: Forward, paths: Sequence[str]) -> ResidualTable:
+    jaxpr, marks = forward.jaxpr, _Marks()
+    provenance = Provenance(jaxpr, ["seed", *paths])
     facts = flow(jaxpr, [0] * len(jaxpr.invars), marks.transfer)
     inputs = {*jaxpr.invars, *jaxpr.constvars}
     outside: list[Row] = []
     stored: dict[int, int] = {}
     referenced = 0
-    for v in dict.fromkeys(v for v in jaxpr.outvars if not _compat.is_literal(v)):
+    for v in dict.fromkeys(_compat.variables(forward.residuals)):
         size = v.aval.size * v.aval.dtype.itemsize
         bits = read(facts, v)
         if v in inputs:
@@ -254,7 +244,7 @@ def _tabulate(jaxpr: Any, paths: list[str]) -> ResidualTable:
             mark = (bits & -bits).bit_length() - 1
             stored[mark] = stored.get(mark, 0) + size
         else:
-            what = describe(jaxpr, v, paths)
+            what = provenance.of(v)
             outside.append(
                 _row(what, what.shape, Exact(), size, size, "not in a compressed call")
             )

@@ -8,6 +8,7 @@ import dataclasses
 import math
 import os
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from jax.extend import source_info_util
@@ -70,60 +71,75 @@ def join_paths(*paths: str) -> str:
     return "/".join(p for p in paths if p)
 
 
-def describe(
-    jaxpr: Any, var: Any, argument_paths: list[str], prefix: str = ""
-) -> Residual:
-    """The provenance of `var`, an output of `jaxpr`; paths start with `prefix`."""
-    found = _walk(jaxpr, var, prefix)
-    aval = var.aval
-    if found.origin == "argument":
-        index = int(found.path)
-        path = argument_paths[index] if index < len(argument_paths) else ""
-        found = dataclasses.replace(found, path=path)
-    return dataclasses.replace(found, shape=tuple(aval.shape), dtype=aval.dtype)
+@dataclasses.dataclass(frozen=True)
+class Provenance:
+    """Where the values of a traced program come from.
 
+    Attributes:
+      jaxpr: the program.
+      argument_paths: what to call its inputs.
+      prefix: starts the paths of what it computes.
+    """
 
-def _walk(jaxpr: Any, var: Any, prefix: str) -> Residual:
-    """Provenance with an argument's position in `path`, for the caller to resolve."""
-    producers = _producers(jaxpr)
-    names: list[str] = []
+    jaxpr: Any
+    argument_paths: Sequence[str]
+    prefix: str = ""
+    _indexed: dict[int, dict[Any, Any]] = dataclasses.field(default_factory=dict)
 
-    def result(**fields: Any) -> Residual:
-        named = names + [n for n in [fields.pop("name", "")] if n]
-        return Residual((), None, name=named[0] if named else "", **fields)
+    def of(self, var: Any) -> Residual:
+        """The provenance of one value."""
+        found = self._walk(self.jaxpr, var, self.prefix)
+        if found.origin == "argument":
+            path = self.argument_paths[int(found.path)]
+            found = dataclasses.replace(found, path=path)
+        aval = var.aval
+        return dataclasses.replace(found, shape=tuple(aval.shape), dtype=aval.dtype)
 
-    while True:
-        if _compat.is_literal(var):
-            return result(origin="literal")
-        if var not in producers:
-            if var in jaxpr.invars:
-                place = str(jaxpr.invars.index(var))
-                return result(origin="argument", path=place)
-            return result(origin="constant")
-        eqn = producers[var]
-        position = eqn.outvars.index(var)
-        name = eqn.primitive.name
-        here = join_paths(prefix, module_path(eqn.source_info.name_stack))
-        if name in _TRANSPARENT:
-            names += [eqn.params["name"]] if name == "name" else []
-            var = eqn.invars[position]
-            continue
-        body = _compat.call_body(eqn)
-        if body is None and name == "scan":
-            body = eqn.params["jaxpr"]
-        if body is not None:
-            inner, _ = _compat.open_jaxpr(body)
-            found = _walk(inner, inner.outvars[position], here)
-            if found.origin == "argument" and name != "scan":
-                names += [found.name] if found.name else []
-                var = eqn.invars[int(found.path)]
+    def producers(self, jaxpr: Any) -> dict[Any, Any]:
+        """The equation that computes each variable; indexed once for each jaxpr."""
+        if id(jaxpr) not in self._indexed:  # the program keeps its jaxprs alive
+            self._indexed[id(jaxpr)] = {v: e for e in jaxpr.eqns for v in e.outvars}
+        return self._indexed[id(jaxpr)]
+
+    def _walk(self, jaxpr: Any, var: Any, prefix: str) -> Residual:
+        """Provenance, with an argument's position in `path` still to resolve."""
+        producers = self.producers(jaxpr)
+        names: list[str] = []
+
+        def result(**fields: Any) -> Residual:
+            named = names + [n for n in [fields.pop("name", "")] if n]
+            return Residual((), None, name=named[0] if named else "", **fields)
+
+        while True:
+            if _compat.is_literal(var):
+                return result(origin="literal")
+            if var not in producers:
+                if var in jaxpr.invars:
+                    place = str(jaxpr.invars.index(var))
+                    return result(origin="argument", path=place)
+                return result(origin="constant")
+            eqn = producers[var]
+            position = eqn.outvars.index(var)
+            name = eqn.primitive.name
+            here = join_paths(prefix, module_path(eqn.source_info.name_stack))
+            if name in _TRANSPARENT:
+                names += [eqn.params["name"]] if name == "name" else []
+                var = eqn.invars[position]
                 continue
-            if found.origin == "computed":
-                fields = {k: getattr(found, k) for k in ("primitive", "path", "source")}
-                return result(name=found.name, **fields)
-        source = source_info_util.summarize(eqn.source_info)
-        return result(primitive=name, path=here, source=os.path.basename(source))
-
-
-def _producers(jaxpr: Any) -> dict[Any, Any]:
-    return {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
+            body = _compat.call_body(eqn)
+            if body is None and name == "scan":
+                body = eqn.params["jaxpr"]
+            if body is not None:
+                inner, _ = _compat.open_jaxpr(body)
+                found = self._walk(inner, inner.outvars[position], here)
+                if found.origin == "argument" and name != "scan":
+                    names += [found.name] if found.name else []
+                    var = eqn.invars[int(found.path)]
+                    continue
+                if found.origin == "computed":
+                    fields = {
+                        k: getattr(found, k) for k in ("primitive", "path", "source")
+                    }
+                    return result(name=found.name, **fields)
+            source = source_info_util.summarize(eqn.source_info)
+            return result(primitive=name, path=here, source=os.path.basename(source))

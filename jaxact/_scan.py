@@ -27,13 +27,12 @@ _JITS = ("jit", "pjit")
 
 def contains_scan(jaxpr: Any) -> bool:
     """Whether `jaxpr`, or a jitted function it calls, has a scan."""
-    return any(
-        eqn.primitive.name == "scan"
-        or (
-            eqn.primitive.name in _JITS
-            and contains_scan(_compat.open_jaxpr(eqn.params["jaxpr"])[0])
-        )
-        for eqn in jaxpr.eqns
+    return any(eqn.primitive.name == "scan" or _calls_scan(eqn) for eqn in jaxpr.eqns)
+
+
+def _calls_scan(eqn: Any) -> bool:
+    return eqn.primitive.name in _JITS and contains_scan(
+        _compat.open_jaxpr(eqn.params["jaxpr"])[0]
     )
 
 
@@ -56,24 +55,17 @@ def _evaluate(
 ) -> list[Any]:
     known = flow(jaxpr, facts, learn)
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], values, strict=True))
-
-    def value(v: Any) -> Any:
-        return v.val if _compat.is_literal(v) else env[v]
-
     for eqn in jaxpr.eqns:
-        inputs = [value(v) for v in eqn.invars]
+        inputs = [_compat.value(v, env) for v in eqn.invars]
         learned = [read(known, v) for v in eqn.invars]
-        name = eqn.primitive.name
-        if name == "scan":
+        if eqn.primitive.name == "scan":
             out = _scan(eqn, learned, seed, inputs, compress)
-        elif name in _JITS and contains_scan(
-            _compat.open_jaxpr(eqn.params["jaxpr"])[0]
-        ):
+        elif _calls_scan(eqn):
             out = _jit(eqn, learned, seed, inputs, compress)
         else:
             out = _compat.bind(eqn, inputs)
         env.update(zip(eqn.outvars, out, strict=True))
-    return [value(v) for v in jaxpr.outvars]
+    return [_compat.value(v, env) for v in jaxpr.outvars]
 
 
 def _jit(

@@ -11,19 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jaxact
-from jaxact import Exact, Policy
+from wrapping import AS_WRITTEN, WIDTH, data
 
-WIDTH, BATCH = 8, 32
-BITS = 3
 STREAMS = {"params": True, "dropout": True, "jaxact": True}
 AXES = {"params": 0, "batch_stats": 0, "intermediates": 0}
-AS_WRITTEN = {"xla_backend_optimization_level": 0}
 MUTABLE = ["batch_stats", "intermediates"]
-# The unbiasedness test fails with at most this probability for each variant.
-FAILURE = 1e-6
-KEYS = 64
-PROJECTIONS = 8
 
 
 class Block(nn.Module):
@@ -218,22 +210,6 @@ every_mode = pytest.mark.parametrize(
         *(pytest.param(v, "op", id=f"{v}-op") for v in VARIANTS if v.name in OP_BY_OP),
     ],
 )
-
-
-def plain(target):
-    return target
-
-
-def exact(target):
-    return jaxact.compress(target, policy=Policy(default=Exact()))
-
-
-def packed(target):
-    return jaxact.compress(target, policy=Policy(BITS))
-
-
-def data(seed=0):
-    return jax.random.normal(jax.random.key(seed), (BATCH, WIDTH))
 
 
 def init(net):

@@ -11,16 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import jaxact
-from jaxact import Exact, Policy
-
-WIDTH, BATCH = 8, 32
-BITS = 3
-AS_WRITTEN = {"xla_backend_optimization_level": 0}
-# The unbiasedness test fails with at most this probability for each variant.
-FAILURE = 1e-6
-KEYS = 64
-PROJECTIONS = 8
+from wrapping import AS_WRITTEN, WIDTH, data
 
 
 class Block(nnx.Module):
@@ -166,22 +157,6 @@ MODES = {
 
 def apply(layer, x):
     return layer(x)
-
-
-def plain(target):
-    return target
-
-
-def exact(target):
-    return jaxact.compress(target, policy=Policy(default=Exact()))
-
-
-def packed(target):
-    return jaxact.compress(target, policy=Policy(BITS))
-
-
-def data(seed=0):
-    return jax.random.normal(jax.random.key(seed), (BATCH, WIDTH))
 
 
 def bits(x):

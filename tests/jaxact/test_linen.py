@@ -26,27 +26,29 @@ from scipy import stats
 import jaxact
 from jaxact import Policy
 from linen_modules import (
-    AS_WRITTEN,
-    BATCH,
-    FAILURE,
-    KEYS,
     MUTABLE,
-    PROJECTIONS,
-    WIDTH,
     Block,
     Layer,
     Scan,
     Stack,
-    data,
     every_mode,
     every_variant,
-    exact,
     in_mode,
     init,
-    packed,
-    plain,
     same,
     step,
+)
+from wrapping import (
+    AS_WRITTEN,
+    BATCH,
+    FAILURE,
+    KEYS,
+    PROJECTIONS,
+    WIDTH,
+    data,
+    exact,
+    packed,
+    plain,
 )
 
 

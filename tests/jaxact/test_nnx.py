@@ -20,28 +20,30 @@ from scipy import stats
 import jaxact
 from jaxact import Policy
 from nnx_modules import (
-    AS_WRITTEN,
-    BITS,
-    FAILURE,
-    KEYS,
     MODES,
-    PROJECTIONS,
     SEEDED,
     VARIANTS,
-    WIDTH,
     Block,
     Stack,
     apply,
-    data,
     every_variant,
-    exact,
-    packed,
-    plain,
     same,
     some_variants,
     split,
     stepper,
     two_steps,
+)
+from wrapping import (
+    AS_WRITTEN,
+    BITS,
+    FAILURE,
+    KEYS,
+    PROJECTIONS,
+    WIDTH,
+    data,
+    exact,
+    packed,
+    plain,
 )
 
 

@@ -122,6 +122,7 @@ def test_nnx_paths():
 
     block = jaxact.compress(Block)(nnx.Rngs(0))
     table = jaxact.residuals(lambda m, x: m(x).sum(), block, X)
+    assert table == jaxact.residuals(lambda x, *, m: m(x).sum(), X, m=block)
     assert {row.path for row in table.rows if row.primitive} == {"Block"}
 
 
