@@ -1,6 +1,8 @@
-"""Images to train on: scikit-learn's handwritten digits, or a file of your own.
+"""What to train on: data that comes with a dependency, or a file of your own.
 
-A file is an .npz with these arrays, for any number of images, sizes and classes:
+Images are scikit-learn's handwritten digits, text is Python's own help. A file of text
+is UTF-8. A file of images is an .npz with these arrays, for any number of images, sizes
+and classes:
 
   train_images  uint8 [N, height, width, channels]
   train_labels  integers [N], from 0 to the number of classes - 1
@@ -52,6 +54,35 @@ def load(path: Path | None = None) -> Images:
     )
 
 
+@dataclass(frozen=True)
+class Text:
+    """int32 characters: the first nine tenths [N] and the rest [M] of one text.
+
+    A number is the character's place in `alphabet`.
+    """
+
+    name: str
+    train: np.ndarray
+    validation: np.ndarray
+    alphabet: str
+
+
+def load_text(path: Path | None = None) -> Text:
+    """The text of the file at `path`, or Python's help."""
+    text = python_help() if path is None else path.read_text(encoding="utf-8")
+    alphabet, numbers = np.unique(list(text), return_inverse=True)
+    train, validation = np.split(numbers.astype(np.int32), [len(text) * 9 // 10])
+    name = "Python's help" if path is None else path.stem
+    return Text(name, train, validation, "".join(alphabet))
+
+
+def python_help() -> str:
+    """Half a megabyte of English about Python, as `help("for")` prints it."""
+    from pydoc_data.topics import topics
+
+    return "\n".join(topics[name] for name in sorted(topics))
+
+
 def read(path: Path) -> dict[str, np.ndarray]:
     """The arrays of an .npz file, checked for the fields above."""
     with np.load(path) as file:
@@ -82,6 +113,16 @@ def digits() -> dict[str, np.ndarray]:
         "test_labels": found.target[test],
         "class_names": found.target_names,
     }
+
+
+def windows(
+    text: np.ndarray, length: int, size: int, num_batches: int, seed: int
+) -> Iterator[np.ndarray]:
+    """Batches [size, length] of stretches of the text, from places `seed` fixes."""
+    rng = np.random.default_rng(seed)
+    for _ in range(num_batches):
+        starts = rng.integers(len(text) - length + 1, size=(size, 1))
+        yield text[starts + np.arange(length)]
 
 
 def batches(

@@ -75,11 +75,16 @@ def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
     params = eqn.primitive.get_bind_params(eqn.params)
     # (functions, params) until 0.12, params alone since
     functions, params = params if isinstance(params, tuple) else ((), params)
-    info = eqn.source_info
-    stack = source_info_util.current_name_stack() + info.name_stack
-    with source_info_util.user_context(info.traceback, name_stack=stack):
+    with traced_at(eqn), eqn.ctx.manager:
         out = eqn.primitive.bind(*functions, *values, **params)
     return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def traced_at(eqn: Any) -> Any:
+    """A context in which what is traced has the source line and scope of `eqn`."""
+    info = eqn.source_info
+    stack = source_info_util.current_name_stack() + info.name_stack
+    return source_info_util.user_context(info.traceback, name_stack=stack)
 
 
 def is_literal(v: Any) -> bool:
@@ -104,4 +109,50 @@ def with_outputs(jaxpr: Any, eqns: Sequence[Any], outvars: Sequence[Any]) -> Any
         eqns=list(eqns),
         outvars=list(outvars),
         debug_info=info._replace(result_paths=paths),
+    )
+
+
+def with_constants(jaxpr: Any, variables: Sequence[Any], values: Sequence[Any]) -> Any:
+    """`jaxpr` with more constants; in 0.12 it holds their values too."""
+    if not variables:
+        return jaxpr
+    constvars = [*jaxpr.constvars, *variables]
+    held = {"consts": [*jaxpr.consts, *values]} if hasattr(jaxpr, "consts") else {}
+    return jaxpr.replace(constvars=constvars, **held)
+
+
+def without_constants(jaxpr: Any) -> Any:
+    """`jaxpr` with its constants as the first inputs."""
+    if not jaxpr.constvars:
+        return jaxpr
+    inputs = [*jaxpr.constvars, *jaxpr.invars]
+    info = jaxpr.debug_info._replace(arg_names=("",) * len(inputs))
+    return jaxpr.replace(constvars=[], invars=inputs, debug_info=info)
+
+
+def is_plain_jit(eqn: Any) -> bool:
+    """Whether an equation is a `jit` without shardings, donation or options.
+
+    What a jit does not say about a sharding is an instance of a private class.
+    """
+    if eqn.primitive.name not in ("jit", "pjit") or eqn.effects:
+        return False
+    params = eqn.params
+    shardings = (*params["in_shardings"], *params["out_shardings"])
+    return (
+        all(type(s).__name__ == "UnspecifiedValue" for s in shardings)
+        and not any(params["donated_invars"])
+        and not params["compiler_options_kvs"]
+    )
+
+
+def new_variable(aval: Any) -> Any:
+    return jex.Var(aval)
+
+
+def new_equation(like: Any, primitive: Any, ins: Any, outs: Any, params: Any) -> Any:
+    """An equation without side effects or a scope, at the source line of `like`."""
+    source = like.source_info.replace(name_stack=source_info_util.new_name_stack())
+    return jex.new_jaxpr_eqn(
+        list(ins), list(outs), primitive, params, jex.no_effects, source
     )

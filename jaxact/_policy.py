@@ -7,7 +7,14 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxact._codec import Action, Bitmask, Exact, Quantize
+from jaxact._codec import (
+    Action,
+    Bitmask,
+    Exact,
+    Offload,
+    Quantize,
+    is_stored_exactly,
+)
 from jaxact._residual import Residual
 
 # A residual at least this many times smaller than the largest of its call is a
@@ -21,12 +28,20 @@ SMALL_SIZE = 64
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """What a policy decided for one residual, and why; `rule` is its index, if any."""
+    """What becomes of one residual.
+
+    Attributes:
+      why: the reason for the action.
+      rule: index of the policy's rule that decided, if any.
+      bias: 'exact', 'unbiased' or 'biased': what the mean gradient, over the rounding,
+        has of it.
+    """
 
     residual: Residual
     action: Action
     why: str
     rule: int | None = None
+    bias: str = "exact"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +50,7 @@ class Rule:
 
     Attributes:
       action: what to do with them.
-      name: glob on the `checkpoint_name`.
+      name: glob on the `checkpoint_name`, also of what is derived from the residual.
       path: glob on the module path, or on any tail of it: 'mlp/*' matches
         'Net/block0/mlp/up'.
       primitive: name of the primitive that computed the residual.
@@ -69,7 +84,7 @@ class Rule:
         """Whether `residual` meets every condition."""
         r = residual
         return (
-            (self.name is None or bool(r.name) and fnmatch.fnmatch(r.name, self.name))
+            (self.name is None or _matches_any(r, self.name))
             and (self.path is None or _matches_tail(r.path, self.path))
             and (self.primitive is None or r.primitive == self.primitive)
             and (self.dtype is None or r.dtype == self.dtype)
@@ -84,13 +99,16 @@ class Policy:
 
     The first rule that matches decides. A residual that no rule matches goes to
     `default`; without one, floats are quantized to `bits`, booleans take one bit, and
-    small statistics, integers, keys and complex numbers stay exact.
+    small statistics, integers, keys and complex numbers stay exact, also from a default
+    that would round them.
 
     Attributes:
       bits: of the default codec, `Quantize(bits)`.
       rules: `Rule`s, first match wins.
       recompute: a `jax.checkpoint` policy. What it saves is stored, through a codec;
-        the rest is recomputed in the backward pass. None: every residual of `jax.vjp`.
+        the rest is recomputed in the backward pass. None: jaxact's own choice of what
+        to store, small and unbiased (`jaxact._form`); with default=Exact(), every
+        residual of `jax.vjp`.
       default: the action for what no rule matches, applied to all that it can store.
 
     Example:
@@ -127,27 +145,57 @@ class Policy:
         """The action for a large float residual that no rule matches."""
         return Quantize(self.bits) if self.default is None else self.default
 
-    def decide(self, residual: Residual, *, largest: int) -> Decision:
-        """The action for a residual; the largest of its call has `largest` elements."""
+    @property
+    def chooses_form(self) -> bool:
+        """Whether jaxact chooses which values are stored."""
+        return self.recompute is None and not isinstance(self.default, Exact)
+
+    def decide(
+        self, residual: Residual, *, largest: int, statistic: bool = False
+    ) -> Decision:
+        """The action for a residual.
+
+        Args:
+          largest: elements of the largest residual of its call.
+          statistic: keep it exact unless a rule says otherwise.
+        """
         for index, rule in enumerate(self.rules):
             if rule.matches(residual):
                 return _apply(rule.action, residual, f"rule {index}", index)
-        if self.default is not None:
+        small = residual.size < SMALL_SIZE or residual.size * SMALL_FRACTION <= largest
+        is_float = jnp.issubdtype(residual.dtype, jnp.floating)
+        spared = is_float and (statistic or small)
+        is_lossless = self.default is not None and is_stored_exactly(self.default)
+        if self.default is not None and (is_lossless or not spared):
             return _apply(self.default, residual, "policy default", None)
         if residual.dtype == jnp.bool_:
             return Decision(residual, Bitmask(), "one bit is exact")
-        if not jnp.issubdtype(residual.dtype, jnp.floating):
+        if not is_float:
             return Decision(residual, Exact(), f"{residual.dtype} stays exact")
-        if residual.size < SMALL_SIZE or residual.size * SMALL_FRACTION <= largest:
-            return Decision(residual, Exact(), "small")
+        if spared:
+            return Decision(residual, Exact(), "small" if small else "a statistic")
         return _apply(self.action_for_floats, residual, "policy bits", None)
 
 
 def _apply(action: Action, residual: Residual, why: str, rule: int | None) -> Decision:
     declined = action.declines(residual.shape, residual.dtype)
     if declined is None:
-        return Decision(residual, action, why, rule)
+        return Decision(residual, action, why, rule, bias_of(action))
     return Decision(residual, Exact(), f"{why}: {declined}", rule)
+
+
+def bias_of(action: Action) -> str:
+    """What an action leaves of a residual that enters the gradient as a factor."""
+    if is_stored_exactly(action):
+        return "exact"
+    inner = action.codec if isinstance(action, Offload) else action
+    unbiased = isinstance(inner, Quantize) and inner.stochastic
+    return "unbiased" if unbiased else "biased"
+
+
+def _matches_any(residual: Residual, pattern: str) -> bool:
+    names = (residual.name, *residual.aliases)
+    return any(n and fnmatch.fnmatch(n, pattern) for n in names)
 
 
 def _matches_tail(path: str, pattern: str) -> bool:

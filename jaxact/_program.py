@@ -1,12 +1,13 @@
 """The forward program of a call: its outputs, its residuals, and what becomes of each.
 
 `trace_forward` traces `jax.vjp` of the call into one jaxpr whose outputs are the call's
-outputs followed by the residuals, so where each residual comes from can be read.
-`make_plan` lets a policy decide for each of them.
+outputs followed by the residuals, so where each residual comes from can be read. A
+`Plan` says what of it is stored and how the backward pass has the residuals from that.
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,11 +15,11 @@ import jax.numpy as jnp
 
 from jaxact import _compat
 from jaxact._call import Flat, Kind
-from jaxact._codec import Exact, Recompute
-from jaxact._flow import flow, read, union
+from jaxact._codec import Action, Exact
+from jaxact._flow import union
 from jaxact._mark import mark_p
 from jaxact._policy import Decision, Policy
-from jaxact._residual import Provenance
+from jaxact._surgery import prune
 
 # Equations that move or convert values: recomputing them costs next to nothing.
 MOVES = frozenset(
@@ -107,23 +108,89 @@ def trace_forward(
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class Replay:
+    """An equation that the backward pass evaluates.
+
+    Attributes:
+      side: for max or min whose first operand is only known rounded: the exact mask of
+        where it won, and whether that is where the mask is true.
+    """
+
+    eqn: Any
+    side: tuple[Any, bool] | None = None
+
+    @property
+    def inputs(self) -> list[Any]:
+        """The variables that it reads."""
+        masks = [] if self.side is None else [self.side[0]]
+        return [*_compat.variables(self.eqn.invars), *masks]
+
+    def __call__(self, env: dict[Any, Any]) -> list[Any]:
+        """The outputs, given the values of the inputs."""
+        values = [_compat.value(v, env) for v in self.eqn.invars]
+        if self.side is None:
+            return _compat.bind(self.eqn, values)
+        mask, on_first = self.side
+        out = self.eqn.outvars[0].aval
+        first, second = (jnp.asarray(x, out.dtype) for x in values)
+        pair = (first, second) if on_first else (second, first)
+        return [jnp.where(env[mask], *pair)]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Normalized:
+    """An exact affine map, one for each element of the last axis, to store through.
+
+    Attributes:
+      mean, deviation: variables with as many elements as the last axis.
+      inverse: whether `deviation` is one over the deviation.
+    """
+
+    mean: Any
+    deviation: Any
+    inverse: bool
+
+    def apply(self, x: jax.Array, env: dict[Any, Any]) -> jax.Array:
+        """What is stored for x, in float32 or wider."""
+        mean, scale = self._statistics(x, env)
+        x = x.astype(mean.dtype) - mean
+        return x * scale if self.inverse else x / scale
+
+    def undo(self, stored: jax.Array, env: dict[Any, Any], dtype: Any) -> jax.Array:
+        """x, given what was stored for it."""
+        mean, scale = self._statistics(stored, env)
+        x = stored / scale if self.inverse else stored * scale
+        return (x + mean).astype(dtype)
+
+    def stored_dtype(self, dtype: Any) -> Any:
+        return jnp.promote_types(dtype, jnp.float32)
+
+    def _statistics(self, x: jax.Array, env: dict[Any, Any]) -> list[jax.Array]:
+        shape, dtype = (1,) * (x.ndim - 1) + x.shape[-1:], self.stored_dtype(x.dtype)
+        values = (env[self.mean], env[self.deviation])
+        return [v.reshape(shape).astype(dtype) for v in values]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
     """What becomes of every residual of a forward program.
 
     Attributes:
-      decisions: for each variable that an action keeps.
+      decisions: for each variable that an action stores.
       kept: variables that are kept as they are, parameters among them.
-      recompute: the equations that backward evaluates again, in order.
+      replay: the equations that backward evaluates, in order.
       all_decisions: of every residual, for reports.
       policy: that decided.
+      normalized: for some of `decisions`, what their variable is stored through.
     """
 
     forward: Forward
     decisions: dict[Any, Decision]
     kept: tuple[Any, ...]
-    recompute: tuple[Any, ...]
+    replay: tuple[Replay, ...]
     all_decisions: tuple[Decision, ...]
     policy: Policy
+    normalized: dict[Any, Normalized] = dataclasses.field(default_factory=dict)
 
     @property
     def exact(self) -> list[Any]:
@@ -140,107 +207,32 @@ class Plan:
         """Indices of the policy's rules that matched a residual."""
         return tuple(sorted({d.rule for d in self.all_decisions if d.rule is not None}))
 
+    @functools.cached_property
+    def program(self) -> Any:
+        """The equations for the outputs and for `saved`, with those as outputs."""
+        jaxpr = self.forward.jaxpr
+        outputs = jaxpr.outvars[: self.forward.num_outputs]
+        return prune(jaxpr, [*outputs, *self.saved])
 
-def make_plan(forward: Forward, flat: Flat, policy: Policy, prefix: str) -> Plan:
-    """Decide for every residual of `forward`."""
-    jaxpr = forward.jaxpr
-    facts = flow(jaxpr, [0, *input_facts(flat)], learn)
-    leaves = dict.fromkeys(_compat.variables(forward.residuals))
-    sizes = [v.aval.size for v in leaves if read(facts, v) & ACTIVATION]
-    largest = max(sizes, default=0)
-    provenance = Provenance(jaxpr, ["seed", *flat.paths], prefix)
-    producers = provenance.producers(jaxpr)
-    inputs = set(jaxpr.invars) | set(jaxpr.constvars)
-    decisions: dict[Any, Decision] = {}
-
-    def decide(v: Any) -> None:
-        if v in decisions:
-            return
-        what = provenance.of(v)
-        decisions[v] = decision = _decide(v, what, facts, inputs, policy, largest)
-        if isinstance(decision.action, Recompute):
-            needs = _sources(v, producers, leaves)
-            if isinstance(needs, str):
-                decisions[v] = dataclasses.replace(decision, action=Exact(), why=needs)
-                return
-            for source in needs:
-                decide(source)
-
-    for v in leaves:
-        decide(v)
-    again = {v: d for v, d in decisions.items() if isinstance(d.action, Recompute)}
-    coded = {
-        v: d for v, d in decisions.items() if _is_coded(v, d, read(facts, v), inputs)
-    }
-    return Plan(
-        forward,
-        coded,
-        tuple(v for v in decisions if v not in coded and v not in again),
-        tuple(_slice(jaxpr, list(again), producers, decisions.keys() - again.keys())),
-        tuple(decisions.values()),
-        policy,
-    )
+    @functools.cached_property
+    def saved(self) -> list[Any]:
+        """The variables that outlive the forward pass."""
+        return [*self.decisions, *self.kept]
 
 
-def _decide(
-    v: Any, what: Any, facts: Any, inputs: set[Any], policy: Policy, largest: int
-) -> Decision:
-    known = read(facts, v)
-    if known & STORED:
-        return Decision(what, Exact(), STORED_INSIDE)
-    if getattr(v.aval, "memory_space", None) == jax.memory.Space.Host:
-        return Decision(what, Exact(), "offloaded by the recompute policy")
-    if not known & ACTIVATION:
-        if v in inputs:
-            why = "an argument not named in activations" if known else REFERENCED
-            return Decision(what, Exact(), why)
-        if what.dtype == jnp.bool_:
-            return policy.decide(what, largest=largest)
-        action = Recompute() if what.primitive in MOVES else Exact()
-        return Decision(what, action, "made of parameters alone")
-    return policy.decide(what, largest=largest)
-
-
-def _is_coded(v: Any, decision: Decision, facts: int, inputs: set[Any]) -> bool:
+def is_coded(v: Any, action: Action, facts: int, inputs: set[Any]) -> bool:
     """Whether a variable is stored through its action, and marked as such."""
-    if isinstance(decision.action, Recompute) or facts & STORED:
+    if facts & STORED:
         return False
-    if isinstance(decision.action, Exact):
+    if isinstance(action, Exact):
         # Marking an argument would keep scan from referencing it in place.
         is_key = jnp.issubdtype(v.aval.dtype, jax.dtypes.extended)
         return v not in inputs and not is_key
     return True
 
 
-def _sources(v: Any, producers: Any, leaves: Collection[Any]) -> list[Any] | str:
-    """Nearest inputs and residuals to recompute `v` from, or why there are none."""
-    todo, seen, found = [v], {v}, []
-    while todo:
-        eqn = producers.get(todo.pop())
-        if eqn is None:
-            return "an argument: there is nothing to recompute it from"
-        if eqn.effects:
-            return "not recomputed: that would repeat a side effect"
-        for x in _compat.variables(eqn.invars):
-            if x not in seen:
-                seen.add(x)
-                (found if x in leaves or x not in producers else todo).append(x)
-    return found
-
-
-def _slice(
-    jaxpr: Any, wanted: Sequence[Any], producers: Any, given: set[Any]
-) -> list[Any]:
-    """The equations that compute `wanted` from `given`, in program order."""
-    todo, seen, needed = list(wanted), set(wanted), set()
-    while todo:
-        eqn = producers[todo.pop()]
-        needed.add(id(eqn))
-        for x in _compat.variables(eqn.invars):
-            if x not in seen and x not in given:
-                seen.add(x)
-                todo.append(x)
-    return [eqn for eqn in jaxpr.eqns if id(eqn) in needed]
+def is_on_host(v: Any) -> bool:
+    return getattr(v.aval, "memory_space", None) == jax.memory.Space.Host
 
 
 def is_float(v: Any) -> bool:

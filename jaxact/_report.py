@@ -14,11 +14,11 @@ from jaxact._codec import Action, Exact
 from jaxact._compress import compress
 from jaxact._flow import flow, read, union
 from jaxact._mark import mark_p
-from jaxact._policy import Policy, Rule
+from jaxact._policy import Decision, Policy, Rule
 from jaxact._program import Forward, trace_forward
 from jaxact._residual import Provenance
 
-_COLUMNS = "shape dtype primitive name path source action exact stored why".split()
+_COLUMNS = "shape dtype primitive name path source action bias exact stored why".split()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +32,8 @@ class Row:
       path: module path and named scopes.
       source: 'file.py:line (function)'.
       action: how it is stored.
+      bias: 'exact', 'unbiased' (its rounding adds noise to gradients, nothing else) or
+        'biased' (something nonlinear is computed from the rounded values).
       exact_bytes: of the array as it is.
       stored_bytes: of what is stored.
       why: the reason for the action.
@@ -44,6 +46,7 @@ class Row:
     path: str
     source: str
     action: Action
+    bias: str
     exact_bytes: int
     stored_bytes: int
     why: str
@@ -59,6 +62,7 @@ class Row:
             self.path,
             self.source,
             action,
+            self.bias,
             _bytes(self.exact_bytes),
             _bytes(self.stored_bytes),
             self.why,
@@ -245,9 +249,8 @@ def _tabulate(forward: Forward, paths: Sequence[str]) -> ResidualTable:
             stored[mark] = stored.get(mark, 0) + size
         else:
             what = provenance.of(v)
-            outside.append(
-                _row(what, what.shape, Exact(), size, size, "not in a compressed call")
-            )
+            kept = Decision(what, Exact(), "not in a compressed call")
+            outside.append(_row(kept, what.shape, size, size))
     inside = [_marked_row(*marks.found[m], size) for m, size in sorted(stored.items())]
     return ResidualTable((*inside, *outside), referenced, _unused(marks))
 
@@ -256,14 +259,13 @@ def _marked_row(eqn: Any, copies: int, stored: int) -> Row:
     decision, aval = eqn.params["decision"], eqn.outvars[0].aval
     shape = (copies, *aval.shape) if copies > 1 else tuple(aval.shape)
     exact = copies * aval.size * aval.dtype.itemsize
-    return _row(decision.residual, shape, decision.action, exact, stored, decision.why)
+    return _row(decision, shape, exact, stored)
 
 
-def _row(
-    what: Any, shape: Any, action: Action, exact: int, stored: int, why: str
-) -> Row:
+def _row(decision: Decision, shape: tuple[int, ...], exact: int, stored: int) -> Row:
+    what, how = decision.residual, (decision.action, decision.bias)
     place = (what.primitive, what.name, what.path, what.source)
-    return Row(tuple(shape), what.dtype, *place, action, exact, stored, why)
+    return Row(shape, what.dtype, *place, *how, exact, stored, decision.why)
 
 
 def _unused(marks: _Marks) -> tuple[Rule, ...]:

@@ -33,6 +33,7 @@ class Residual:
         place in the call.
       source: 'file.py:line (function)' of the line that computed it.
       stacked: number of copies that enclosing scans keep.
+      aliases: names of values that are derived from it in the backward pass.
     """
 
     shape: tuple[int, ...]
@@ -43,6 +44,7 @@ class Residual:
     path: str = ""
     source: str = ""
     stacked: int = 1
+    aliases: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:

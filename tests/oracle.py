@@ -173,6 +173,23 @@ def decode_group(code, zero_point, scale):
     return (half_z + half_s * code) * np.float32(2)
 
 
+def rounding_variance(x, bits, group_size=256):
+    """Variance s**2 f (1 - f) of each decoded element, f the fraction of its code."""
+    _, row, _, group = layout(x.shape, group_size)
+    rows = x.astype(np.float32).reshape(-1, row)
+    variance = np.zeros(rows.shape)
+    for line, start in np.ndindex(len(rows), math.ceil(row / group)):
+        part = slice(start * group, (start + 1) * group)
+        zero_point, scale = metadata(rows[line, part], bits, np.float32)
+        if scale & 0x8000:  # a constant group comes back exactly
+            continue
+        z, s = float(_from_pattern(zero_point)), float(_from_pattern(scale))
+        code = np.clip((rows[line, part] - z) / s, 0, 2**bits - 1)
+        fraction = code - np.floor(code)
+        variance[line, part] = s**2 * fraction * (1 - fraction)
+    return variance.reshape(x.shape)
+
+
 def stored_bytes(shape, *, bits, group_size):
     lead, _, num_groups, group = layout(shape, group_size)
     return math.prod(lead) * num_groups * (group * bits // 8 + 2 + 2)

@@ -57,6 +57,14 @@ def test_h100(scanned, base_above, packed_below):
     assert bytes_of(compressed(2)) <= packed_below
 
 
+@needs_target
+def test_h100_of_a_policy_that_only_says_bits():
+    block = jaxact.compress(
+        transformer.block, policy=jaxact.Policy(bits=2), activations="x"
+    )
+    assert temp_bytes(block, FULL, scanned=False, target="h100") <= 255 * MIB
+
+
 def test_cpu_scanned():
     assert temp_bytes(transformer.block, FULL, scanned=True) >= 4500 * MIB
     assert temp_bytes(compressed(2), FULL, scanned=True) <= 490 * MIB

@@ -133,6 +133,7 @@ def test_exact_policies_allow_second_order():
     assert jnp.allclose(second(small), second(f), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore::jaxact.CompressionWarning")  # too small
 @pytest.mark.parametrize("shape", [(), (0,), (0, 64), (7,), (3, 0, 5)])
 def test_odd_shapes(shape):
     f = lambda x: jnp.sin(x) * x

@@ -161,4 +161,6 @@ def test_rules_reach_every_program():
         policy = Policy(bits=2, rules=(for_all,))
         small = jaxact.compress(program.f, policy=policy, activations="x")
         gradient = lambda f, args=args: jax.jit(jax.grad(scalar(f)))(*args)
-        assert same_bits(gradient(small), gradient(program.f)), program.name
+        # Cells multiply slopes in another order than JAX: a few roundings each.
+        bound = 2.0**-6 if program.name == "bfloat16" else 1e-5
+        assert relative_error(gradient(small), gradient(program.f)) < bound, program

@@ -1,0 +1,275 @@
+"""Does training hold? Scores over several seeds, with residuals compressed and not.
+
+  python examples/benchmarks/training.py --task text --output runs.jsonl
+  python examples/benchmarks/training.py --task text --configs 2bits --ablate
+  python examples/benchmarks/training.py --small
+
+`--task text` trains a character-level transformer, scored by its loss on the last tenth
+of the text; `--task images` a residual network, scored by its test accuracy. With
+`--data FOLDER` they learn FOLDER/tinyshakespeare.txt and FOLDER/cifar10_subset.npz (see
+examples/data.py), else data that comes with a dependency.
+
+A seed fixes the initial parameters and the order of the data, the same for every
+configuration. Each run adds a line of JSON to `--output`, and the table that is printed
+sums up all of that file: long jobs can be split by task, configuration and seed.
+"""
+
+import argparse
+import datetime
+import functools
+import itertools
+import json
+import platform
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jaxact
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import data
+import quickstart
+from models.gpt import GPT
+from models.resnet import Block, ResNet
+
+DOTS = jax.checkpoint_policies.dots_saveable
+CONFIGS = {
+    "uncompressed": None,
+    "4bits": jaxact.Policy(),
+    "2bits": jaxact.Policy(bits=2),
+    "4bits-dots": jaxact.Policy(bits=4, recompute=DOTS),
+    "2bits-dots": jaxact.Policy(bits=2, recompute=DOTS),
+}
+
+
+def schedule(peak: float, steps: int) -> optax.Schedule:
+    return optax.warmup_cosine_decay_schedule(0.0, peak, steps // 10, steps)
+
+
+class TextTask:
+    """A character-level transformer; scored in nats a character, less is better."""
+
+    metric = "validation loss"
+    file = "tinyshakespeare.txt"
+    steps = 600
+
+    def __init__(self, options: argparse.Namespace, policy: jaxact.Policy | None):
+        path = options.data and options.data / self.file
+        self.text, small = data.load_text(path), options.small
+        self.num_steps = options.steps or (4 if small else self.steps)
+        self.net = GPT(
+            layers=1 if small else 4,
+            width=32 if small else 128,
+            heads=4,
+            length=16 if small else 128,
+            vocabulary=len(self.text.alphabet),
+            scanned=False,
+            dtype=jnp.float32,
+        )
+        block = self.net.block
+        if policy is not None:
+            block = jaxact.compress(block, policy=policy, activations="x")
+        self.loss = functools.partial(self.net.loss, block=block)
+        self.optimizer = optax.adamw(schedule(2e-3, self.num_steps), weight_decay=0.1)
+        self.step = jax.jit(self._step, donate_argnums=0)
+        self.evaluate = jax.jit(self.net.loss)
+
+        self.name = f"transformer, {self.text.name}"
+
+    def init(self, seed: int) -> Any:
+        params = self.net.init(jax.random.key(seed))
+        return params, self.optimizer.init(params)
+
+    def batches(self, seed: int) -> Iterator[Any]:
+        length = self.net.length + 1
+        for w in data.windows(self.text.train, length, 16, self.num_steps, seed):
+            yield (w,)
+
+    def score(self, state: Any) -> float:
+        """The mean over validation windows that do not overlap."""
+        text, length = self.text.validation, self.net.length + 1
+        windows = text[: len(text) // length * length].reshape(-1, length)
+        size = 64
+        full = range(0, len(windows) - size + 1, size)
+        return float(
+            np.mean([self.evaluate(state[0], windows[i:][:size]) for i in full])
+        )
+
+    def residuals(self) -> jaxact.ResidualTable:
+        tokens = jax.ShapeDtypeStruct((16, self.net.length + 1), jnp.int32)
+        return jaxact.residuals(self.loss, self.net.shapes, tokens)
+
+    def _step(self, state: Any, tokens: Any) -> tuple[Any, Any]:
+        params, optimizer = state
+        loss, grads = jax.value_and_grad(self.loss)(params, tokens)
+        updates, optimizer = self.optimizer.update(grads, optimizer, params)
+        return (optax.apply_updates(params, updates), optimizer), loss
+
+
+class ImageTask:
+    """A residual network; scored by test accuracy in percent, more is better."""
+
+    metric = "test accuracy, %"
+    file = "cifar10_subset.npz"
+    steps = 390  # 5 epochs of 10,000 images
+
+    def __init__(self, options: argparse.Namespace, policy: jaxact.Policy | None):
+        path = options.data and options.data / self.file
+        self.images, small = data.load(path), options.small
+        self.num_steps = options.steps or (4 if small else self.steps)
+        self.batch_size = 128
+        net = ResNet(
+            len(self.images.class_names),
+            channels=(8,) if small else (16, 32, 64),
+            blocks_per_stage=1,
+            block=Block if policy is None else jaxact.compress(Block, policy=policy),
+            dtype=jnp.float32,
+        )
+        optimizer = optax.adamw(schedule(4e-3, self.num_steps), weight_decay=1e-2)
+        self.trainer = quickstart.Trainer(net, optimizer)
+        self.step = self.trainer.step
+        self.name = f"residual network, {self.images.name}"
+
+    def init(self, seed: int) -> Any:
+        return self.trainer.init(seed, self.images.train_images)
+
+    def batches(self, seed: int) -> Iterator[Any]:
+        images, labels = self.images.train_images, self.images.train_labels
+        epochs = (
+            data.batches(images, labels, self.batch_size, 1000 * seed + epoch)
+            for epoch in itertools.count()
+        )
+        return itertools.islice(itertools.chain.from_iterable(epochs), self.num_steps)
+
+    def score(self, state: Any) -> float:
+        images, labels = self.images.test_images, self.images.test_labels
+        return 100 * self.trainer.accuracy(state, images, labels)
+
+    def residuals(self) -> jaxact.ResidualTable:
+        state = jax.eval_shape(functools.partial(self.init, 0))
+        batch = next(self.batches(0))
+        return jaxact.residuals(
+            self.trainer.loss, state.params, state.batch_stats, *batch
+        )
+
+
+TASKS = {"text": TextTask, "images": ImageTask}
+
+
+def only(primitive: str) -> jaxact.Policy:
+    """Two bits for what this primitive computes; everything else exact."""
+    exact = jaxact.Rule(jaxact.Exact(), where=lambda r: r.primitive != primitive)
+    return jaxact.Policy(bits=2, rules=(exact,))
+
+
+def groups(options: argparse.Namespace) -> list[str]:
+    """The primitives whose results two bits would round; '' is an argument."""
+    rows = TASKS[options.task](options, CONFIGS["2bits"]).residuals().rows
+    rounded = (row for row in rows if isinstance(row.action, jaxact.Quantize))
+    return sorted({row.primitive for row in rounded})
+
+
+def run(task: TextTask | ImageTask, seed: int) -> dict[str, Any]:
+    """Train once: the score, and what it took."""
+    start, state, seconds = time.perf_counter(), task.init(seed), []
+    for batch in task.batches(seed):
+        before = time.perf_counter()
+        state, loss = jax.block_until_ready(task.step(state, *batch))
+        seconds.append(time.perf_counter() - before)
+    return {
+        "task": task.name,
+        "seed": seed,
+        "metric": task.metric,
+        "score": task.score(state),
+        "training_loss": float(loss),
+        "steps": task.num_steps,
+        "step_seconds": statistics.median(seconds),
+        "seconds": time.perf_counter() - start,
+    }
+
+
+def environment() -> dict[str, str]:
+    """Where and how a number was measured."""
+    return {
+        "device": f"{jax.devices()[0].device_kind} ({platform.machine()})",
+        "jax": jax.__version__,
+        "flax": flax.__version__,
+        "command": shlex.join(sys.argv),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def table_of(records: list[dict[str, Any]]) -> str:
+    """Markdown: a table for each task, a row for each configuration."""
+    lines: list[str] = []
+    key = lambda r: (r["task"], r["steps"], r["metric"])
+    for task, steps, metric in dict.fromkeys(map(key, records)):
+        here = [r for r in records if key(r) == (task, steps, metric)]
+        lines += [
+            f"\n{task}, {steps} steps\n",
+            f"| | runs | {metric} | ms a step |",
+            "|---|---|---|---|",
+        ]
+        for config in dict.fromkeys(r["config"] for r in here):
+            runs = {r["seed"]: r for r in here if r["config"] == config}.values()
+            scores = [r["score"] for r in runs]
+            spread = f" ± {statistics.stdev(scores):.3f}" if len(scores) > 1 else ""
+            step = 1e3 * statistics.median(r["step_seconds"] for r in runs)
+            mean = f"{statistics.mean(scores):.3f}{spread}"
+            lines.append(f"| {config} | {len(scores)} | {mean} | {step:.0f} |")
+    return "\n".join(lines)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--task", choices=TASKS, default="text")
+    parser.add_argument("--configs", nargs="*", choices=CONFIGS, default=list(CONFIGS))
+    parser.add_argument("--seeds", type=int, default=3, help="how many")
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, help="instead of the task's own")
+    parser.add_argument("--data", type=Path, help="folder of the two files")
+    parser.add_argument("--output", type=Path, help="JSON lines to add to")
+    parser.add_argument("--small", action="store_true", help="a toy, in seconds")
+    parser.add_argument(
+        "--ablate",
+        nargs="*",
+        metavar="PRIMITIVE",
+        help="also, one at a time: 2 bits for what one primitive computes, and "
+        "everything else exact; every primitive, if none is named",
+    )
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse()
+    policies = {name: CONFIGS[name] for name in options.configs}
+    if options.ablate is not None:
+        for primitive in options.ablate or groups(options):
+            policies[f"2bits only {primitive or 'arguments'}"] = only(primitive)
+    records: list[dict[str, Any]] = []
+    if options.output and options.output.exists():
+        records = [json.loads(line) for line in options.output.open()]
+    for config, policy in policies.items():
+        task = TASKS[options.task](options, policy)
+        for seed in range(options.first_seed, options.first_seed + options.seeds):
+            record = {"config": config} | run(task, seed) | environment()
+            records.append(record)
+            print(f"{config}, seed {seed}: {record['score']:.3f}", file=sys.stderr)
+            if options.output:
+                with options.output.open("a") as file:
+                    file.write(json.dumps(record) + "\n")
+    print(table_of(records))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,254 @@
+"""The local derivative of a cluster of elementwise equations, in the fewest arrays.
+
+The linearized cluster is a graph: variables are vertices, an edge u -> v carries the
+slope dv/du. Eliminating a vertex multiplies its incoming with its outgoing edges and
+adds up parallel ones; it never changes the derivative (the chain rule read as a graph:
+Griewank and Walther, Evaluating Derivatives, 2008, chapter 9). A slope that is exact in
+the backward pass costs nothing there, any other is an array to store, so vertices are
+eliminated while the number of arrays does not grow.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.interpreters import ad
+
+from jaxact import _compat
+from jaxact._form.primitives import STEPS, is_float, is_piecewise_linear
+
+DERIVATIVE_OF = "derivative of "
+
+Edges = dict[Any, dict[Any, Any]]  # v -> u -> slope dv/du
+
+
+@dataclass(frozen=True, eq=False)
+class Cluster:
+    """Elementwise equations that are differentiated together.
+
+    Attributes:
+      ins: variables from outside; outs: those that are used outside.
+      eliminated: vertices to eliminate, in order.
+      names: `checkpoint_name`s of variables.
+    """
+
+    eqns: Sequence[Any]
+    ins: Sequence[Any]
+    outs: Sequence[Any]
+    eliminated: Sequence[Any] = ()
+    names: dict[Any, str] = field(default_factory=dict)
+
+
+def eliminate(edges: Edges, v: Any, times: Callable[..., Any], plus: Any) -> None:
+    """Remove an inner vertex from the graph."""
+    above = edges.pop(v)
+    for w, slopes in edges.items():
+        if v not in slopes:
+            continue
+        outer = slopes.pop(v)
+        for u, inner in above.items():
+            product = times(outer, inner, w)
+            slopes[u] = plus(slopes[u], product) if u in slopes else product
+
+
+# The graph as it is planned: a slope is None where it is exact, else what tells the
+# array that it is an exact multiple of: a variable or a number.
+
+
+def plan_elimination(
+    cluster: Cluster, is_exact: Callable[[Any], bool]
+) -> tuple[Sequence[Any], float, float]:
+    """(vertices to eliminate, cost without and with eliminating them)."""
+    fresh = itertools.count()
+    edges = _planned_edges(cluster, is_exact, fresh)
+    outs = set(cluster.outs)
+    # From the outputs back: it leaves few paths side by side to add up.
+    order, after = _eliminated(edges, [v for v in edges if v not in outs][::-1], fresh)
+    for v in [v for v in order if len(edges[v]) > 1]:
+        fewer, cost = _eliminated(edges, [u for u in order if u is not v], fresh)
+        if cost < after:
+            order, after = fewer, cost
+    return order, _cost(_arrays(edges)), after
+
+
+def _eliminated(
+    edges: Edges, vertices: Sequence[Any], fresh: Iterator[int]
+) -> tuple[Sequence[Any], float]:
+    """Eliminate where the number of arrays does not grow; with the cost at the end."""
+    products: dict[Any, int] = {}
+
+    def times(a: Any, b: Any, _: Any) -> Any:
+        if a is None or b is None:
+            return b if a is None else a
+        return products.setdefault((a, b), next(fresh))
+
+    def plus(a: Any, b: Any) -> Any:
+        return a if a == b else next(fresh)
+
+    order: list[Any] = []
+    for v in vertices:
+        tried = {w: dict(slopes) for w, slopes in edges.items()}
+        eliminate(tried, v, times, plus)
+        if len(_arrays(tried)) <= len(_arrays(edges)):
+            edges = tried
+            order.append(v)
+    return order, _cost(_arrays(edges))
+
+
+def _arrays(edges: Edges) -> set[Any]:
+    return {s for slopes in edges.values() for s in slopes.values()} - {None}
+
+
+def _cost(arrays: set[Any]) -> float:
+    """A value of the program may be stored anyway, or be derived from one that is."""
+    return sum(1 if isinstance(a, _Value) else 1.5 for a in arrays)
+
+
+@dataclass(frozen=True)
+class _Value:
+    """A slope that is a multiple of a variable of the program."""
+
+    variable: Any
+
+
+def _planned_edges(cluster: Cluster, is_exact: Any, fresh: Any) -> Edges:
+    edges: Edges = {}
+    for eqn in cluster.eqns:
+        out = eqn.outvars[0]
+        if not is_float(out) or eqn.primitive.name in STEPS:
+            continue
+        slopes = edges.setdefault(out, {})
+        for i, u in enumerate(eqn.invars):
+            if _compat.is_literal(u) or not is_float(u):
+                continue
+            slope = None
+            if is_product(eqn, is_exact):
+                other = eqn.invars[1 - i]
+                if not (is_exact(other) or (i == 0 and eqn.primitive.name == "div")):
+                    slope = _Value(other)
+            elif not is_piecewise_linear(eqn) and not all(map(is_exact, eqn.invars)):
+                slope = next(fresh)
+            slopes[u] = slope if u not in slopes else next(fresh)
+    return edges
+
+
+def is_product(eqn: Any, is_exact: Callable[[Any], bool]) -> bool:
+    """Whether each slope is a multiple, with an exact factor, of the other operand."""
+    name = eqn.primitive.name
+    return name == "mul" or (name == "div" and is_exact(eqn.invars[1]))
+
+
+# The graph as it is evaluated: a slope is a number or an array of the vertex's dtype.
+
+
+def differentiate(
+    cluster: Cluster, values: Sequence[Any], tangents: Sequence[Any]
+) -> tuple[list[Any], list[Any]]:
+    """Outputs of a cluster, and their tangents, linear in the given ones."""
+    env = dict(zip(cluster.ins, values, strict=True))
+    tangent = {
+        v: t
+        for v, t in zip(cluster.ins, tangents, strict=True)
+        if not isinstance(t, ad.Zero)
+    }
+    edges: Edges = {}
+    for eqn in cluster.eqns:
+        inputs = [_compat.value(v, env) for v in eqn.invars]
+        moving = [i for i, u in enumerate(eqn.invars) if _is_vertex(u, tangent, edges)]
+        out = eqn.outvars[0]
+        if not moving or not is_float(out) or eqn.primitive.name in STEPS:
+            env[out] = _compat.bind(eqn, inputs)[0]
+            continue
+        env[out], slopes = _slopes(eqn, inputs, moving)
+        edges[out] = {}
+        for i, slope in zip(moving, slopes, strict=True):
+            u = eqn.invars[i]
+            edges[out][u] = _plus(edges[out][u], slope) if u in edges[out] else slope
+    times = lambda a, b, w: _times(a, _cast(b, env[w].dtype))
+    with _compat.traced_at(cluster.eqns[-1]), jax.named_scope("derivative"):
+        for v in cluster.eliminated:
+            if v in edges:
+                eliminate(edges, v, times, _plus)
+        for v, slopes in edges.items():
+            terms = [
+                _term(_named(slope, cluster.names.get(u)), tangent[u], env[v])
+                for u, slope in slopes.items()
+            ]
+            tangent[v] = functools.reduce(lax.add, terms)
+    outs = [env[v] for v in cluster.outs]
+    zero = lambda v: ad.Zero(v.aval.to_tangent_aval())
+    return outs, [tangent[v] if v in tangent else zero(v) for v in cluster.outs]
+
+
+def _is_vertex(u: Any, tangent: dict[Any, Any], edges: Edges) -> bool:
+    return not _compat.is_literal(u) and is_float(u) and (u in tangent or u in edges)
+
+
+def _slopes(
+    eqn: Any, inputs: Sequence[Any], moving: Sequence[int]
+) -> tuple[Any, list[Any]]:
+    """The output of an equation and its slope with respect to the moving inputs."""
+    name = eqn.primitive.name
+    constant = {"sub": (1, -1), "neg": (-1,), "add": (1, 1), "add_any": (1, 1)}
+    if name in ("convert_element_type", "copy", "copy_p", "name", "reduce_precision"):
+        constant[name] = (1,)
+    out_dtype = eqn.outvars[0].aval.dtype
+    if name in constant:
+        return _compat.bind(eqn, inputs)[0], [constant[name][i] for i in moving]
+    if name == "mul":
+        out = _compat.bind(eqn, inputs)[0]
+        return out, [jnp.asarray(inputs[1 - i], out_dtype) for i in moving]
+    if name == "select_n":
+        out = _compat.bind(eqn, inputs)[0]
+        which = inputs[0].astype(jnp.int32)
+        return out, [(which == i - 1).astype(out_dtype) for i in moving]
+    out, slopes = None, []
+    for i in moving:
+
+        def along(x: Any, i: int = i) -> Any:
+            return _compat.bind(eqn, [*inputs[:i], x, *inputs[i + 1 :]])[0]
+
+        x = jnp.asarray(inputs[i], eqn.invars[i].aval.dtype)
+        out, slope = jax.jvp(along, (x,), (jnp.ones_like(x),))
+        slopes.append(slope)
+    return out, slopes
+
+
+def _times(a: Any, b: Any) -> Any:
+    if isinstance(a, int) and isinstance(b, int):
+        return a * b
+    if isinstance(a, int) or isinstance(b, int):
+        number, array = (a, b) if isinstance(a, int) else (b, a)
+        return array if number == 1 else array * number
+    return lax.mul(*jnp.broadcast_arrays(a, b))
+
+
+def _plus(a: Any, b: Any) -> Any:
+    if isinstance(a, int) or isinstance(b, int):
+        return a + b
+    return lax.add(*jnp.broadcast_arrays(a, b))
+
+
+def _cast(slope: Any, dtype: Any) -> Any:
+    return slope if isinstance(slope, int) else slope.astype(dtype)
+
+
+def _named(slope: Any, name: str | None) -> Any:
+    """Named after the variable, so that rules for that one find its derivative."""
+    if name is None or isinstance(slope, int):
+        return slope
+    return checkpoint_name(slope, DERIVATIVE_OF + name)
+
+
+def _term(slope: Any, tangent: Any, like: Any) -> Any:
+    """slope * tangent, in the shape and dtype of `like`."""
+    moved = jnp.broadcast_to(tangent.astype(like.dtype), like.shape)
+    if isinstance(slope, int):
+        return moved if slope == 1 else moved * slope
+    return lax.mul(moved, jnp.broadcast_to(slope, like.shape))

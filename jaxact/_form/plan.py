@@ -1,0 +1,211 @@
+"""Let a policy decide about the bases of a forward program."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxact import _compat
+from jaxact._call import Flat
+from jaxact._codec import Exact, Recompute
+from jaxact._flow import flow, read
+from jaxact._form.cells import cell_body
+from jaxact._form.classes import classify
+from jaxact._form.conditioning import Normalizations
+from jaxact._form.pooling import pool_body
+from jaxact._form.primitives import MOVES, is_float
+from jaxact._form.rewriting import CUSTOM_RULE
+from jaxact._form.storage import Chooser
+from jaxact._policy import Decision, Policy
+from jaxact._program import (
+    ACTIVATION,
+    REFERENCED,
+    STORED,
+    STORED_INSIDE,
+    Forward,
+    Normalized,
+    Plan,
+    Replay,
+    input_facts,
+    is_coded,
+    learn,
+)
+from jaxact._residual import Provenance, Residual
+from jaxact._surgery import Body, call_body, flatten
+
+
+def plan_form(forward: Forward, flat: Flat, policy: Policy, prefix: str) -> Plan:
+    """Decide what is stored for the residuals of `forward`."""
+    forward = _flattened(forward)
+    return _Planner(forward, flat, policy, prefix).plan()
+
+
+def _flattened(forward: Forward) -> Forward:
+    def body(eqn: Any) -> Body | None:
+        return cell_body(eqn) or pool_body(eqn) or call_body(eqn)
+
+    jaxpr, more = flatten(forward.jaxpr, body)
+    return dataclasses.replace(forward, jaxpr=jaxpr, consts=(*forward.consts, *more))
+
+
+class _Planner:
+    def __init__(self, forward: Forward, flat: Flat, policy: Policy, prefix: str):
+        jaxpr = forward.jaxpr
+        self.forward, self.policy = forward, policy
+        self.facts = flow(jaxpr, [0, *input_facts(flat)], learn)
+        self.leaves = list(dict.fromkeys(_compat.variables(forward.residuals)))
+        sizes = [v.aval.size for v in self.leaves if self.is_activation(v)]
+        self.largest = max(sizes, default=0)
+        self.provenance = Provenance(jaxpr, ["seed", *flat.paths], prefix)
+        self.inputs = {*jaxpr.invars, *jaxpr.constvars}
+        makers = self.provenance.producers(jaxpr)
+        referenced = _referenced(self.leaves, makers)
+        inexact = {
+            v
+            for v in jaxpr.invars
+            if is_float(v)
+            and read(self.facts, v)
+            and (self.is_activation(v) or v not in referenced)
+        }
+        self.classes = classify(jaxpr, self.largest, self.is_activation, inexact)
+        for v in self.leaves:
+            if read(self.facts, v) & STORED:
+                self.classes.set_exact(v)
+        self.chooser = Chooser(jaxpr, self.classes)
+        self.opaque = {
+            v
+            for e in jaxpr.eqns
+            if e.primitive.name in ("checkpoint", "remat", "remat2")
+            for v in _compat.variables(e.invars)
+        }
+
+    def is_activation(self, v: Any) -> bool:
+        return bool(read(self.facts, v) & ACTIVATION)
+
+    def plan(self) -> Plan:
+        decisions = self._decide_bases()
+        again = {v for v, d in decisions.items() if isinstance(d.action, Recompute)}
+        stored = [v for v in decisions if v not in again]
+        normalized = self._normalizations(decisions, stored)
+        statistics = [v for n in normalized.values() for v in (n.mean, n.deviation)]
+        self.classes.again.difference_update(statistics)  # had before anything else
+        wanted = [*self.leaves, *statistics]
+        kept, replayed = self.chooser.derive(wanted, stored)
+        for v in self._sources(again, stored):
+            decisions[v] = _biased(decisions[v], "others are recomputed from it")
+        for v in kept:
+            decisions[v] = self._decide_exact(v)
+        coded = {
+            v: d
+            for v, d in decisions.items()
+            if v not in again
+            and is_coded(v, d.action, read(self.facts, v), self.inputs)
+        }
+        replay = [
+            Replay(e, self.classes.sides.get(e.outvars[0]))
+            for e in self.forward.jaxpr.eqns
+            if id(e) in replayed
+        ]
+        return Plan(
+            self.forward,
+            coded,
+            tuple(v for v in decisions if v not in coded and v not in again),
+            tuple(replay),
+            tuple(decisions.values()),
+            self.policy,
+            normalized,
+        )
+
+    def _normalizations(
+        self, decisions: dict[Any, Decision], stored: Sequence[Any]
+    ) -> dict[Any, Normalized]:
+        """What each rounded variable is stored through, where that is better."""
+        program, found = Normalizations(self.forward.jaxpr), {}
+        for v in stored:
+            if decisions[v].bias == "exact":
+                continue
+            how = program.of(v)
+            if how is not None and all(map(self.classes.is_exact, how[:2])):
+                found[v] = Normalized(*how)
+                why = f"{decisions[v].why}; normalized by channel"
+                decisions[v] = dataclasses.replace(decisions[v], why=why)
+        return found
+
+    def _decide_bases(self) -> dict[Any, Decision]:
+        """A decision for each base to store, or to compute again from others."""
+        todo = self.chooser.choose(self.leaves)
+        decisions: dict[Any, Decision] = {}
+        while todo:
+            v = todo.pop(0)
+            if v in decisions:
+                continue
+            decisions[v] = decision = self._decide_base(v)
+            if isinstance(decision.action, Recompute):
+                eqn = self.chooser.makers.get(v)
+                if eqn is None or eqn.effects:
+                    why = "cannot be recomputed: an argument or a side effect"
+                    decisions[v] = dataclasses.replace(
+                        decision, action=Exact(), why=why
+                    )
+                else:
+                    todo += self.chooser.bases(eqn.invars)
+        return decisions
+
+    def _decide_base(self, v: Any) -> Decision:
+        decision = self.policy.decide(self._residual(v), largest=self.largest)
+        if v in self.opaque:
+            return _biased(decision, "a checkpoint recomputes from it")
+        if CUSTOM_RULE in decision.residual.path.split("/"):
+            return _biased(decision, "a custom rule's residual")
+        return decision
+
+    def _decide_exact(self, v: Any) -> Decision:
+        what, known = self._residual(v), read(self.facts, v)
+        if known & STORED:
+            return Decision(what, Exact(), STORED_INSIDE)
+        if v in self.inputs and not known & ACTIVATION:
+            why = "an argument not named in activations" if known else REFERENCED
+            return Decision(what, Exact(), why)
+        if not known & ACTIVATION and what.dtype != jnp.bool_:
+            return Decision(what, Exact(), "made of parameters alone")
+        return self.policy.decide(what, largest=self.largest, statistic=True)
+
+    def _residual(self, v: Any) -> Residual:
+        found = self.provenance.of(v)
+        names = [*([found.name] if found.name else []), *self.classes.names.get(v, [])]
+        name, aliases = (names[0], tuple(names[1:])) if names else ("", ())
+        return dataclasses.replace(found, name=name, aliases=aliases)
+
+    def _sources(self, again: set[Any], stored: Sequence[Any]) -> list[Any]:
+        """What is stored of what the `again` variables are computed from."""
+        if not again:
+            return []
+        _, replayed = self.chooser.derive(list(again), stored)
+        read_again = {
+            v
+            for e in self.forward.jaxpr.eqns
+            if id(e) in replayed
+            for v in _compat.variables(e.invars)
+        }
+        return [v for v in stored if v in read_again]
+
+
+def _referenced(leaves: Sequence[Any], makers: dict[Any, Any]) -> set[Any]:
+    """Inputs that JAX keeps as they are, or moved: they are at hand anyway."""
+    found = set()
+    for v in leaves:
+        while v in makers and makers[v].primitive.name in MOVES:
+            v = makers[v].invars[0]
+            if _compat.is_literal(v):
+                break
+        if not _compat.is_literal(v) and v not in makers:
+            found.add(v)
+    return found
+
+
+def _biased(decision: Decision, why: str) -> Decision:
+    if decision.bias == "exact":
+        return decision
+    why = f"{decision.why}; {why}"
+    return dataclasses.replace(decision, bias="biased", why=why)

@@ -1,0 +1,139 @@
+"""Store each residual of `jax.vjp` for itself.
+
+This is what a `jax.checkpoint` policy asks for, whose saved values are the residuals,
+and what `default=Exact()` means. What is not saved is recomputed from what is, so the
+rounding of a stored residual biases the gradient where that is not linear.
+"""
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxact import _compat
+from jaxact._call import Flat
+from jaxact._codec import Exact, Recompute
+from jaxact._flow import flow, read
+from jaxact._policy import Decision, Policy
+from jaxact._program import (
+    ACTIVATION,
+    MOVES,
+    REFERENCED,
+    STORED,
+    STORED_INSIDE,
+    Forward,
+    Plan,
+    Replay,
+    input_facts,
+    is_coded,
+    is_on_host,
+    learn,
+)
+from jaxact._residual import Provenance
+
+_OF_PARAMETERS = "made of parameters alone"
+
+
+def plan_each(forward: Forward, flat: Flat, policy: Policy, prefix: str) -> Plan:
+    """Decide for every residual of `forward`."""
+    jaxpr = forward.jaxpr
+    facts = flow(jaxpr, [0, *input_facts(flat)], learn)
+    leaves = dict.fromkeys(_compat.variables(forward.residuals))
+    sizes = [v.aval.size for v in leaves if read(facts, v) & ACTIVATION]
+    largest = max(sizes, default=0)
+    provenance = Provenance(jaxpr, ["seed", *flat.paths], prefix)
+    producers = provenance.producers(jaxpr)
+    inputs = set(jaxpr.invars) | set(jaxpr.constvars)
+    decisions: dict[Any, Decision] = {}
+
+    def decide(v: Any) -> None:
+        if v in decisions:
+            return
+        what = provenance.of(v)
+        decisions[v] = decision = _decide(v, what, facts, inputs, policy, largest)
+        if isinstance(decision.action, Recompute):
+            needs = _sources(v, producers, leaves)
+            if isinstance(needs, str):
+                decisions[v] = dataclasses.replace(decision, action=Exact(), why=needs)
+                return
+            for source in needs:
+                decide(source)
+
+    for v in leaves:
+        decide(v)
+    again = {v: d for v, d in decisions.items() if isinstance(d.action, Recompute)}
+    coded = {
+        v: d
+        for v, d in decisions.items()
+        if v not in again and is_coded(v, d.action, read(facts, v), inputs)
+    }
+    asked = any(d.why != _OF_PARAMETERS for d in again.values())
+    if policy.recompute is not None or asked:
+        coded = {v: _biased(d) for v, d in coded.items()}
+    return Plan(
+        forward,
+        coded,
+        tuple(v for v in decisions if v not in coded and v not in again),
+        _slice(jaxpr, list(again), producers, decisions.keys() - again.keys()),
+        tuple(decisions.values()),
+        policy,
+    )
+
+
+def _decide(
+    v: Any, what: Any, facts: Any, inputs: set[Any], policy: Policy, largest: int
+) -> Decision:
+    known = read(facts, v)
+    if known & STORED:
+        return Decision(what, Exact(), STORED_INSIDE)
+    if is_on_host(v):
+        return Decision(what, Exact(), "offloaded by the recompute policy")
+    if not known & ACTIVATION:
+        if v in inputs:
+            why = "an argument not named in activations" if known else REFERENCED
+            return Decision(what, Exact(), why)
+        if what.dtype == jnp.bool_:
+            return policy.decide(what, largest=largest)
+        action = Recompute() if what.primitive in MOVES else Exact()
+        return Decision(what, action, _OF_PARAMETERS)
+    return policy.decide(what, largest=largest)
+
+
+def _sources(v: Any, producers: Any, leaves: Collection[Any]) -> list[Any] | str:
+    """Nearest inputs and residuals to recompute `v` from, or why there are none."""
+    todo, seen, found = [v], {v}, []
+    while todo:
+        eqn = producers.get(todo.pop())
+        if eqn is None:
+            return "an argument: there is nothing to recompute it from"
+        if eqn.effects:
+            return "not recomputed: that would repeat a side effect"
+        for x in _compat.variables(eqn.invars):
+            if x not in seen:
+                seen.add(x)
+                (found if x in leaves or x not in producers else todo).append(x)
+    return found
+
+
+def _slice(
+    jaxpr: Any, wanted: Sequence[Any], producers: Any, given: set[Any]
+) -> tuple[Replay, ...]:
+    """The equations that compute `wanted` from `given`, in program order."""
+    todo, seen, needed = list(wanted), set(wanted), set()
+    while todo:
+        eqn = producers[todo.pop()]
+        needed.add(id(eqn))
+        for x in _compat.variables(eqn.invars):
+            if x not in seen and x not in given:
+                seen.add(x)
+                todo.append(x)
+    return tuple(Replay(eqn) for eqn in jaxpr.eqns if id(eqn) in needed)
+
+
+def _biased(decision: Decision) -> Decision:
+    """Other residuals are recomputed from it, by functions that need not be linear."""
+    if decision.bias == "exact":
+        return decision
+    why = f"{decision.why}; others are recomputed from it"
+    return dataclasses.replace(decision, bias="biased", why=why)

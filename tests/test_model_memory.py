@@ -1,0 +1,98 @@
+"""What compression saves in networks as they are trained, in bytes an H100 needs.
+
+ResNet-50 and GPT-2 medium in bfloat16, compiled without a GPU. The bars are upper
+limits for `Policy(bits=2)`, which says nothing about what to keep.
+"""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxact
+from examples.models import gpt
+from gpu_target import needs_target
+from jaxact._memory import _compile
+
+resnet = pytest.importorskip("examples.models.resnet")
+
+pytestmark = [pytest.mark.slow, needs_target]
+
+MIB = 2**20
+TWO_BITS = jaxact.Policy(bits=2)
+
+
+def compiled(loss, *args):
+    """The value and gradient, compiled for an H100; arguments are shapes."""
+    return _compile(jax.value_and_grad(loss), args, {}, "h100")
+
+
+def temp_bytes(program):
+    return program.memory_analysis().temp_size_in_bytes
+
+
+def convolutions(program):
+    return len(re.findall(r"\bconvolution\(|__cudnn\$conv", program.as_text()))
+
+
+@jax.numpy_dtype_promotion("standard")  # as Flax's bfloat16 norms ask
+def classify(net, batch=64):
+    """The compiled gradient of a Linen network."""
+    images = jax.ShapeDtypeStruct((batch, 224, 224, 3), jnp.float32)
+    labels = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    init = functools.partial(net.init, train=True)
+    variables = jax.eval_shape(init, jax.random.key(0), images)
+
+    def loss(params, stats, images, labels):
+        logits, _ = net.apply(
+            {"params": params, "batch_stats": stats},
+            images,
+            train=True,
+            mutable=["batch_stats"],
+        )
+        chosen = jnp.take_along_axis(logits, labels[:, None], -1)[:, 0]
+        return (jax.nn.logsumexp(logits, -1) - chosen).mean()
+
+    return compiled(loss, variables["params"], variables["batch_stats"], images, labels)
+
+
+pack = functools.partial(jaxact.compress, policy=TWO_BITS)
+
+
+@pytest.fixture(scope="module")
+def plain_resnet():
+    program = classify(resnet.ResNet50(1000))
+    assert temp_bytes(program) >= 2400 * MIB
+    return program
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["blocks", "network"])
+def test_resnet50(plain_resnet, whole):
+    if whole:
+        net = pack(resnet.ResNet50)(1000)
+    else:
+        net = resnet.ResNet50(
+            1000, block=pack(resnet.Bottleneck), stem=pack(resnet.Stem)
+        )
+    packed = classify(net)
+    assert temp_bytes(packed) <= 700 * MIB
+    assert convolutions(packed) == convolutions(plain_resnet) > 0
+
+
+def complete(net, block, batch=8):
+    """The compiled gradient of a GPT with this block."""
+    tokens = jax.ShapeDtypeStruct((batch, net.length + 1), jnp.int32)
+    return compiled(functools.partial(net.loss, block=block), net.shapes, tokens)
+
+
+@pytest.mark.parametrize("scanned", [False, True], ids=["unrolled", "scanned"])
+def test_gpt2_medium(scanned):
+    net = dataclasses.replace(gpt.MEDIUM, scanned=scanned)
+    assert temp_bytes(complete(net, net.block)) >= 9000 * MIB
+    net = dataclasses.replace(net, recompute_attention=True)
+    assert temp_bytes(complete(net, net.block)) >= 7500 * MIB
+    packed = pack(net.block, activations="x")
+    assert temp_bytes(complete(net, packed)) <= 3500 * MIB
