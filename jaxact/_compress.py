@@ -191,7 +191,9 @@ def _warn(policy: Policy, name: str, plans: Sequence[Plan]) -> None:
         not isinstance(d.action, Exact | Recompute) or d.why == STORED_INSIDE
         for d in decisions
     )
-    reasons = sorted({d.why for d in decisions if d.rule is None} - {REFERENCED})
+    is_float = lambda d: jnp.issubdtype(d.residual.dtype, jnp.inexact)
+    undecided = {d.why for d in decisions if d.rule is None and is_float(d)}
+    reasons = sorted(undecided - {REFERENCED})
     if wanted and reasons and not smaller:
         warnings.warn(
             f"jaxact: nothing was compressed in {name}; its residuals: "

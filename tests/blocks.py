@@ -365,11 +365,12 @@ BLOCKS = [
         T * M * 7 * C,
         (T, M, C),
     ),
-    # x, a; derivative of h in the argument of a; silu(g), h silu'(g), h silu(g).
+    # x, u, a, a'; silu(g), h silu'(g), h silu(g); in the tree of the scan, products of
+    # decays (one array in all) and partial states (two).
     Block(
         state_space,
         shaped("decay in gate out", D, D) | shaped("gain decay_bias", D),
-        TOKENS * 6 * D,
+        TOKENS * 10 * D,
     ),
     # x; operand of the second layer.
     Block(graph, {"w1": (C, U), "w2": (U, C)}, N * (C + U), (N, C)),
@@ -380,12 +381,11 @@ BLOCKS = [
         N * (2 * C + 2 * U) + RECEIVERS.size * H,
         (N, C),
     ),
-    # x; softmax of the router; gelu', gelu; what experts return (D less if gradients
-    # of the weights are taken from gelu and the cotangent times `down.T`).
+    # x; dispatch and combine; gelu', gelu; what experts get and return.
     Block(
         experts,
         {"router": (D, E), "up": (E, D, F), "down": (E, F, D)},
-        TOKENS * (D + E) + E * SLOTS * (2 * F + D),
+        TOKENS * (D + 2 * E * SLOTS) + E * SLOTS * (2 * F + 2 * D),
     ),
     # x; probabilities.
     Block(classifier, {"w": (D, V), "bias": (V,)}, TOKENS * (D + V)),

@@ -2,12 +2,24 @@
 
 Contract: let n_i be the rounding errors of the stored elements, independent, of mean 0
 and variance v_i = scale^2 f (1 - f), f the fraction of the code. Each gradient has the
-expected squared error that is derived beside each cell below, within 10 %.
+expected squared error that is derived beside each cell below, within 10 %: both its
+total and, relative to that, the absolute deviations of its elements together.
 
 Published formulas (AC-GC, Evans and Aamodt 2021, and the like for other layers) have
 one v for all elements. Here each element keeps its own, because noise is uneven: none
 on a code, most half way between two. Predictions are float64 NumPy; scales and
 fractions come from `oracle`, which shares no code with the library.
+
+Measured over predicted totals:
+
+                                    2 bits          4 bits
+    linear, conv                    0.998, 1.002    1.000, 0.997
+    matmul, both operands           1.001, 1.000    0.999, 1.000
+    GELU                            1.000           1.000
+    LayerNorm, gain and x           1.000, 1.003    1.003, 0.998
+    BatchNorm, channels last        0.999, 0.990    1.002, 0.996
+    BatchNorm, channels first       0.995, 0.989    1.000, 1.001
+    softmax                         0.958           0.996
 """
 
 import dataclasses
@@ -23,7 +35,7 @@ from jax import lax
 import jaxact
 from oracle import rounding_variance
 
-DRAWS, PARTS = 4096, 4
+DRAWS = 4096
 EPSILON = 1e-5
 
 
@@ -79,8 +91,8 @@ def conv(w, x):
 def conv_noise(g, bits, w, x):
     """gw_ocrs = sum_bpq x_b,c,p+r,q+s g_bopq, again linear in x.
 
-    E[error_ocrs^2] = sum_bpq v_b,c,p+r,q+s g_bopq^2. Nothing dropped: padding has v = 0,
-    so this sum is below the closed v C_in R S ||g||^2.
+    E[error_ocrs^2] = sum_bpq v_b,c,p+r,q+s g_bopq^2. Nothing dropped: padding has
+    v = 0, so that this sum is below the closed v C_in R S ||g||^2.
     """
     height, width = w.shape[2:]
     v = rounding_variance(x, bits)
@@ -140,12 +152,12 @@ class Norm:
         E[N^2] = sum q^2 u,  E[m_j N] = q_j u_j - sum q u / d,
         E[error_j^2] = (r / d)^2 (a^2 E[m_j^2] + xhat_j^2 E[N^2] + 2 a xhat_j E[m_j N]
                                   + E[m_j^2] E[N^2]).
-    (Even v, the mean not subtracted and without the last term: the published
-    v r^4 (a^2 (1 + 2 / d) + ||q||^2) / d.) The last term, of second order, is u_j /
-    xhat_j^2 times the second: not small at two bits, where u is 0.2 to 0.5. Dropped is
-    what E[(m_j N)^2] and the products of m_j N with the first two terms have beyond it
-    because m_j and N share n_j. That is one of the d summands of N, so 1 / d (d = 256)
-    of what is kept; 1 / sqrt(d), if signs conspire, for a E[m_j^2 N] = a q_j E[n_j^3].
+    (Even v: v r^4 (a^2 (1 + 1 / d) + ||q||^2) / d, and the last term; 1 + 2 / d where
+    the mean is not subtracted.) The last term, of second order, is 15 to 35 % of all at
+    two bits, where u is 0.6 to 1.2, and 1 to 2 % at four. Dropped is what (m_j N)^2 and
+    the products of m_j N with the first two terms have on average beyond it, because
+    m_j and N share n_j. That is one of the d summands of N, so 1 / d (d = 256) of what
+    is kept; 1 / sqrt(d) for a E[m_j^2 N] = a q_j E[n_j^3], if all signs conspire.
     """
 
     axes: tuple[int, ...]
@@ -178,14 +190,15 @@ class Norm:
 def softmax_noise(g, bits, x):
     """e = exp(x - max x) is stored, and its sum exactly; y = e / sum has u = v / sum^2.
 
-    gx_j = y_j (g_j - c), c = sum_k y_k g_k. Let n be the error of y and N = sum_k g_k n_k:
-        error_j = (g_j - c) n_j - y_j N - n_j N,  var N = sum g^2 u,  E[n_j N] = g_j u_j,
-        E[error_j^2] = u_j (g_j - c)^2 + y_j^2 var N - 2 (g_j - c) y_j g_j u_j
-                       + u_j var N.
-    (Even u: u (sum (g - c)^2 + ||y||^2 ||g||^2 - 2 sum (g - c) y g) a row, as published,
-    and the last term.) Dropped, as for `norm`: what n_j in N adds to products with n_j N,
-    -2 (g_j - c) g_j E[n_j^3] and smaller. |E[n^3]| <= scale u, so that is at most twice
-    the scale of y, range / (2^bits - 1) / sum, of the first term: 2 % at two bits here.
+    gx_j = y_j (g_j - c), c = sum_k y_k g_k. With n the errors of y, N = sum_k g_k n_k:
+        error_j = (g_j - c) n_j - y_j N - n_j N,
+        E[N^2] = sum g^2 u,  E[n_j N] = g_j u_j,
+        E[error_j^2] = u_j (g_j - c)^2 + y_j^2 E[N^2] - 2 (g_j - c) y_j g_j u_j
+                       + u_j E[N^2].
+    (Even u: the published u (sum (g - c)^2 + ||y||^2 ||g||^2 - 2 sum (g - c) y g), and
+    the last term: 2 % at two bits.) Dropped is what n_j in N adds to products with
+    n_j N: -2 (g_j - c) g_j E[n_j^3], and less. |E[n_j^3]| is at most scale of y times
+    u_j; evaluated for these rows it is -4.2 % of all at two bits, -0.5 % at four.
     """
     total = functools.partial(np.sum, axis=-1, keepdims=True)
     e = np.exp(x - x.max(-1, keepdims=True))
@@ -219,8 +232,8 @@ CELLS = {
 }
 
 
-def squared_errors(cell, bits, parts):
-    """Sums of squared errors over each part of each gradient: [DRAWS, PARTS]."""
+def squared_errors(cell, bits):
+    """Squared errors by argument: of each element, averaged; of all, for each draw."""
     policy = jaxact.Policy(bits=bits)
     small = jaxact.compress(cell.f, policy=policy, activations=cell.activations)
 
@@ -228,18 +241,18 @@ def squared_errors(cell, bits, parts):
     def run(keys, g, *args):
         exact = jax.vjp(cell.f, *args)[1](g)
 
-        def draw(key):
+        def add(sums, key):
             rounded = jax.vjp(functools.partial(small, rounding_key=key), *args)[1](g)
-            errors = dict(zip(cell.shapes, map(jnp.subtract, rounded, exact)))
-            return {
-                name: jax.ops.segment_sum((errors[name] ** 2).ravel(), part, PARTS)
-                for name, part in parts.items()
-            }
+            squares = [(a - b) ** 2 for a, b in zip(rounded, exact, strict=True)]
+            return jax.tree.map(jnp.add, sums, squares), [jnp.sum(x) for x in squares]
 
-        return lax.map(draw, keys)
+        return lax.scan(add, [jnp.zeros_like(x) for x in args], keys)
 
     keys = jax.random.split(jax.random.key(bits), DRAWS)
-    return run(keys, cell.cotangent(), *cell.arguments())
+    elements, totals = run(keys, cell.cotangent(), *cell.arguments())
+    as_float64 = lambda x: np.asarray(x, np.float64)
+    pairs = zip(map(as_float64, elements), map(as_float64, totals), strict=True)
+    return {k: (e / DRAWS, t) for k, (e, t) in zip(cell.shapes, pairs, strict=True)}
 
 
 @pytest.mark.parametrize("name", CELLS)
@@ -254,26 +267,24 @@ def test_activations_are_packed_and_statistics_are_not(name):
 @pytest.mark.parametrize("bits", [2, 4])
 @pytest.mark.parametrize("name", CELLS)
 def test_noise_of_gradients_is_as_predicted(name, bits):
-    """Of a gradient as a whole, and of quarters of its elements in order of prediction.
+    """In all and, which is more, element by element.
 
-    The quarters tell a noise that is laid out wrongly. The standard error of what is
-    measured, taken from the draws, is asserted below 1.1 %. Beside the 3 % (at most)
-    dropped from a prediction, chance has to bring 7 %, 6 standard errors: probability
-    below 1e-6 for the 120 comparisons together. The keys are fixed.
+    The measured total has a standard error below 1.1 %, taken from the draws and
+    asserted. Predictions of totals are within 2 % of the truth (softmax at two bits:
+    5 %, with an error of 0.2 %), so a false alarm takes 7 standard errors: below 1e-10
+    for all comparisons. An element's measured variance has a standard error of 2.2 %
+    for normal errors, more where few codes differ, of mean size 2 % to 3 %; over all
+    elements that hardly varies. The keys are fixed.
     """
     cell = CELLS[name]
     exact = [np.asarray(x, np.float64) for x in (cell.cotangent(), *cell.arguments())]
     predicted = cell.noise(exact[0], bits, *exact[1:])
-    ranks = {
-        k: v.argsort(None).argsort() * PARTS // v.size for k, v in predicted.items()
-    }
-    drawn = squared_errors(cell, bits, ranks)
+    drawn = squared_errors(cell, bits)
     for argument, wanted in predicted.items():
-        parts = np.asarray(drawn[argument], np.float64)
-        wanted = np.bincount(ranks[argument], wanted.ravel())
-        parts = np.column_stack([parts, parts.sum(1)])
-        ratio = parts.mean(0) / [*wanted, wanted.sum()]
-        spread = parts.std(0) / parts.mean(0) / DRAWS**0.5
-        print(f"{name:17}{bits} {argument:5}", ratio.round(4), spread.round(4))
-        assert (abs(ratio - 1) < 0.10).all(), (argument, ratio)
-        assert (spread < 0.011).all(), (argument, spread)
+        elements, totals = drawn[argument]
+        spread = totals.std() / totals.mean() / DRAWS**0.5
+        ratio = totals.mean() / wanted.sum()
+        off = abs(elements - wanted).sum() / wanted.sum()
+        assert spread < 0.011, (argument, spread)
+        assert abs(ratio - 1) < 0.10, (argument, ratio)
+        assert off < 0.10, (argument, off)

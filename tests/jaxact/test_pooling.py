@@ -1,0 +1,188 @@
+"""Max-pools keep where each maximum is, at most one byte for a window."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxact
+from jaxact import Bitmask, Exact, Policy
+from programs import same_bits
+
+# A pool alone leaves nothing to compress, and says so.
+pytestmark = pytest.mark.filterwarnings("ignore::jaxact.CompressionWarning")
+
+# shape, window, strides, padding
+POOLS = {
+    "2 x 2": ((2, 8, 8, 3), (1, 2, 2, 1), (1, 2, 2, 1), "VALID"),
+    "3 x 3 every 2": ((2, 9, 8, 3), (1, 3, 3, 1), (1, 2, 2, 1), "SAME"),
+    "every place": ((2, 7, 7, 2), (1, 3, 3, 1), (1, 1, 1, 1), "VALID"),
+    "gaps": ((2, 9, 9, 2), (1, 2, 2, 1), (1, 3, 3, 1), "VALID"),
+    "explicit": (
+        (2, 7, 7, 2),
+        (1, 3, 2, 1),
+        (1, 2, 3, 1),
+        ((0, 0), (1, 2), (0, 1), (0, 0)),
+    ),
+    "1-D": ((2, 11, 3), (1, 4, 1), (1, 3, 1), "SAME"),
+    "3-D": ((1, 5, 6, 5, 2), (1, 2, 3, 2, 1), (1, 2, 1, 2, 1), "VALID"),
+    "global": ((2, 5, 5, 2), (1, 5, 5, 1), (1, 1, 1, 1), "VALID"),
+    "channels": ((2, 4, 4, 8), (1, 1, 1, 4), (1, 1, 1, 4), "VALID"),
+}
+each_pool = pytest.mark.parametrize("name", POOLS)
+
+VALUES = {
+    "normal": lambda x: x,
+    "ties": jnp.round,
+    "constant": lambda x: x * 0.0,
+    "-inf": lambda x: jnp.where(x < 0.5, -jnp.inf, x),
+    "all -inf": lambda x: jnp.full_like(x, -jnp.inf),
+    "inf": lambda x: jnp.where(x > 1.5, jnp.inf, x),
+    "bfloat16": lambda x: x.astype(jnp.bfloat16),
+}
+
+
+def max_pool(x, window, strides, padding):
+    start = np.asarray(-jnp.inf, x.dtype)
+    return lax.reduce_window(x, start, lax.max, window, strides, padding)
+
+
+def pool_of(name):
+    _, *how = POOLS[name]
+    return functools.partial(max_pool, window=how[0], strides=how[1], padding=how[2])
+
+
+def data(name, values=lambda x: x):
+    """(input, cotangent of whole numbers, whose sums are exact)."""
+    x = values(jax.random.normal(jax.random.key(0), POOLS[name][0]))
+    out = jax.eval_shape(pool_of(name), x)
+    weights = jax.random.randint(jax.random.key(1), out.shape, -3, 4)
+    return x, weights.astype(out.dtype)
+
+
+def compress(f):
+    return jaxact.compress(f, policy=Policy(bits=2), activations=0)
+
+
+def gradient(f):
+    return jax.jit(lambda x, ct: jax.vjp(f, x)[1](ct)[0])
+
+
+@functools.cache
+def gradients(name):
+    """(compressed, of JAX), compiled once for each dtype."""
+    return gradient(compress(pool_of(name))), gradient(pool_of(name))
+
+
+@each_pool
+def test_gradients_are_those_of_jax(name):
+    small, plain = gradients(name)
+    x, ct = data(name)
+    assert same_bits(small(x, ct), plain(x, ct))
+
+
+FEW = ["2 x 2", "3 x 3 every 2"]
+
+
+@pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
+@pytest.mark.parametrize("name", FEW)
+def test_gradients_of_special_values(name, values):
+    """The first maximum of a window is the one, also of equal and infinite ones."""
+    small, plain = gradients(name)
+    x, ct = data(name, values)
+    assert same_bits(small(x, ct), plain(x, ct))
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_nan_stays_in_its_windows(name):
+    small, plain = gradients(name)
+    x, ct = data(name)
+    got, want = small(x.at[0, 0, 0].set(jnp.nan), ct), plain(x, ct)
+    assert jnp.isfinite(got).all()
+    assert same_bits(got[1], want[1])
+
+
+@each_pool
+def test_at_most_a_byte_for_a_window_is_stored(name):
+    x, ct = data(name)
+    rows = jaxact.residuals(compress(pool_of(name)), x).rows
+    assert {row.shape for row in rows} == {ct.shape}
+    assert {row.bias for row in rows} == {"exact"}
+    if np.prod(POOLS[name][1]) > 8:
+        assert [(row.dtype, row.action) for row in rows] == [(jnp.uint8, Exact())]
+    else:  # one bit for each place may be less than a byte
+        assert {row.action for row in rows} <= {Exact(), Bitmask()}
+        assert sum(8 if row.dtype == jnp.uint8 else 1 for row in rows) <= 8
+
+
+def test_a_window_of_more_than_256_is_left_to_jax():
+    f = lambda x: max_pool(x, (1, 17, 17, 1), (1, 1, 1, 1), "VALID")
+    rows = jaxact.residuals(compress(f), jnp.ones((1, 20, 20, 1))).rows
+    assert not [row for row in rows if row.dtype == jnp.uint8]
+
+
+def test_the_input_of_a_pool_is_not_stored():
+    def f(w, x):
+        y = lax.conv_general_dilated(
+            x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        return max_pool(y, (1, 3, 3, 1), (1, 2, 2, 1), "SAME")
+
+    w, x = jnp.ones((3, 3, 4, 8)), jnp.ones((2, 8, 8, 4))
+    small = jaxact.compress(f, policy=Policy(bits=2), activations="x")
+    rows = jaxact.residuals(small, w, x).rows
+    assert sorted((r.shape, str(r.dtype)) for r in rows) == [
+        ((2, 4, 4, 8), "uint8"),
+        ((2, 8, 8, 4), "float32"),
+    ]
+
+
+def test_average_pools_store_nothing():
+    def f(x):
+        sums = lax.reduce_window(
+            x, np.float32(0), lax.add, (1, 2, 2, 1), (1, 2, 2, 1), "VALID"
+        )
+        return sums / 4.0
+
+    x, _ = data("2 x 2")
+    assert jaxact.residuals(compress(f), x).rows == ()
+
+
+def test_a_dilated_window_is_left_to_jax():
+    def f(x):
+        window = (1, 2, 2, 1)
+        return lax.reduce_window(
+            x, -jnp.inf, lax.max, window, window, "VALID", window_dilation=(1, 2, 2, 1)
+        )
+
+    x, _ = data("2 x 2")
+    assert same_bits(jax.jit(compress(f))(x), jax.jit(f)(x))
+
+
+OF_VMAP = pytest.mark.xfail(
+    reason="JAX cannot map `linear_call`", raises=NotImplementedError, strict=True
+)
+
+
+@pytest.mark.parametrize("outside", [pytest.param(True, marks=OF_VMAP), False])
+def test_vmap_is_a_loop(outside):
+    one = lambda x: pool_of("2 x 2")(x[None])[0]
+    small = jax.vmap(compress(one)) if outside else compress(jax.vmap(one))
+    x, ct = data("2 x 2")
+    assert same_bits(gradient(small)(x, ct), gradients("2 x 2")[1](x, ct))
+
+
+def test_inside_a_scan_and_a_checkpoint():
+    f, (x, ct) = pool_of("2 x 2"), data("2 x 2")
+
+    def stacked(f):
+        return lambda x: lax.scan(lambda c, x: (c, f(x)), 0.0, jnp.stack([x, -x]))[1]
+
+    cts = jnp.stack([ct, ct])
+    want = gradient(stacked(f))(x, cts)
+    assert same_bits(gradient(compress(stacked(f)))(x, cts), want)
+    inside = stacked(jax.checkpoint(compress(f)))
+    assert same_bits(gradient(inside)(x, cts), want)
