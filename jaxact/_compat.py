@@ -4,11 +4,13 @@ Everything here uses documented modules (`jax.extend`, `jax.interpreters`); noth
 reaches into `jax._src`. Versions meant: 0.10.2 to 0.12.
 """
 
+import functools
 import inspect
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core as jex, source_info_util
 
 # 0.12 batches a backward rule correctly when an output ignores the mapped argument;
@@ -148,6 +150,18 @@ def is_plain_jit(eqn: Any) -> bool:
 
 def new_variable(aval: Any) -> Any:
     return jex.Var(aval)
+
+
+@functools.cache
+def _name_primitive() -> Any:
+    jaxpr, _ = open_jaxpr(jax.make_jaxpr(lambda x: checkpoint_name(x, ""))(0.0))
+    return jaxpr.eqns[0].primitive
+
+
+def name_equation(like: Any, v: Any, name: str) -> Any:
+    """An equation that calls `v` by a `checkpoint_name`; its output is new."""
+    out, params = new_variable(v.aval), {"name": name}
+    return new_equation(like, _name_primitive(), [v], [out], params)
 
 
 def new_equation(like: Any, primitive: Any, ins: Any, outs: Any, params: Any) -> Any:

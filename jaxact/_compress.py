@@ -47,9 +47,10 @@ def compress(
       policy: chooses what becomes of each residual; `Policy()` when None.
       activations: for a function, names or positions of the arguments whose arrays may
         be stored compressed. All others are taken for parameters: referenced, never
-        copied, and so are casts and other values made of parameters alone. None: no
-        argument is stored compressed, everything computed from one may be. Modules:
-        call arguments are activations, variables are not.
+        copied, and so are casts and other values made of parameters alone. None: an
+        argument that JAX keeps is referenced; one that JAX only computes residuals
+        from may be stored compressed in their place. Modules: call arguments are
+        activations, variables are not.
       static_argnums: positions of arguments that hold arrays but must stay concrete.
         Arguments that hold no arrays stay Python values anyway.
 

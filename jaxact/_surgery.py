@@ -136,7 +136,10 @@ def _key(eqn: Any, inputs: Sequence[Any]) -> Hashable | None:
     if eqn.effects:
         return None
     params = tuple(sorted(eqn.params.items(), key=lambda item: item[0]))
-    key = (eqn.primitive, tuple(map(literal_key, inputs)), params, eqn.ctx)
+    operands: Any = tuple(map(literal_key, inputs))
+    if eqn.primitive.name in ("eq", "ne"):
+        operands = frozenset(operands)
+    key = (eqn.primitive, operands, params, eqn.ctx)
     try:
         hash(key)
     except TypeError:

@@ -46,7 +46,8 @@ class Classes:
       base: of each inexact variable; exact ones have none.
       cost: bytes to keep for the backward pass for having an exact variable there.
       again: exact variables that are cheaper evaluated again than kept.
-      parts: bases that select a part of another value, with the base of that one.
+      parts: bases that are a part of another value, some elements or some of the time
+        (a mask), with the base of that one.
       sides: for each max or min that is affine by an exact bit: the mask and whether
         it is true where the first operand wins.
       names: `checkpoint_name`s of a base and of what is affine in it.
@@ -112,6 +113,8 @@ def _base(
     base = next(iter(bases))
     if len(bases) > 1:
         return v
+    if name == "select_n" and len(inexact) == 1:
+        return _part(v, base, found)  # some elements are not needed
     if name in SUMS or (name == "mul" and len(inexact) == 1):
         return base
     if name == "div" and inexact == [0]:
@@ -119,13 +122,18 @@ def _base(
     if name in SELECTIONS and inexact == [0]:
         if size >= eqn.invars[0].aval.size:
             return base
-        found.parts[v] = base
-        return v
+        return _part(v, base, found)
     if name in _SIDES and len(inexact) == 1:
         side = _side(eqn, comparisons)
         if side is not None:
             found.sides[v] = side
-            return base
+            return _part(v, base, found)
+    return v
+
+
+def _part(v: Any, base: Any, found: Classes) -> Any:
+    """A base of its own, unless the whole is stored anyway."""
+    found.parts[v] = base
     return v
 
 

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import ad
 
 from jaxact import _compat
 from jaxact._form.primitives import STEPS, is_float, is_piecewise_linear
+from jaxact._form.slopes import apply, plus, slopes_of, times
 
 DERIVATIVE_OF = "derivative of "
 
@@ -144,7 +144,7 @@ def is_product(eqn: Any, is_exact: Callable[[Any], bool]) -> bool:
     return name == "mul" or (name == "div" and is_exact(eqn.invars[1]))
 
 
-# The graph as it is evaluated: a slope is a number or an array of the vertex's dtype.
+# The graph as it is evaluated, with the slopes of `slopes.py`.
 
 
 def differentiate(
@@ -165,19 +165,18 @@ def differentiate(
         if not moving or not is_float(out) or eqn.primitive.name in STEPS:
             env[out] = _compat.bind(eqn, inputs)[0]
             continue
-        env[out], slopes = _slopes(eqn, inputs, moving)
+        env[out], slopes = slopes_of(eqn, inputs, moving)
         edges[out] = {}
         for i, slope in zip(moving, slopes, strict=True):
             u = eqn.invars[i]
-            edges[out][u] = _plus(edges[out][u], slope) if u in edges[out] else slope
-    times = lambda a, b, w: _times(a, _cast(b, env[w].dtype))
+            edges[out][u] = plus(edges[out][u], slope) if u in edges[out] else slope
     with _compat.traced_at(cluster.eqns[-1]), jax.named_scope("derivative"):
         for v in cluster.eliminated:
             if v in edges:
-                eliminate(edges, v, times, _plus)
+                eliminate(edges, v, lambda outer, inner, _: times(outer, inner), plus)
         for v, slopes in edges.items():
             terms = [
-                _term(_named(slope, cluster.names.get(u)), tangent[u], env[v])
+                apply(_named(slope, cluster.names.get(u)), tangent[u], env[v])
                 for u, slope in slopes.items()
             ]
             tangent[v] = functools.reduce(lax.add, terms)
@@ -190,65 +189,8 @@ def _is_vertex(u: Any, tangent: dict[Any, Any], edges: Edges) -> bool:
     return not _compat.is_literal(u) and is_float(u) and (u in tangent or u in edges)
 
 
-def _slopes(
-    eqn: Any, inputs: Sequence[Any], moving: Sequence[int]
-) -> tuple[Any, list[Any]]:
-    """The output of an equation and its slope with respect to the moving inputs."""
-    name = eqn.primitive.name
-    constant = {"sub": (1, -1), "neg": (-1,), "add": (1, 1), "add_any": (1, 1)}
-    if name in ("convert_element_type", "copy", "copy_p", "name", "reduce_precision"):
-        constant[name] = (1,)
-    out_dtype = eqn.outvars[0].aval.dtype
-    if name in constant:
-        return _compat.bind(eqn, inputs)[0], [constant[name][i] for i in moving]
-    if name == "mul":
-        out = _compat.bind(eqn, inputs)[0]
-        return out, [jnp.asarray(inputs[1 - i], out_dtype) for i in moving]
-    if name == "select_n":
-        out = _compat.bind(eqn, inputs)[0]
-        which = inputs[0].astype(jnp.int32)
-        return out, [(which == i - 1).astype(out_dtype) for i in moving]
-    out, slopes = None, []
-    for i in moving:
-
-        def along(x: Any, i: int = i) -> Any:
-            return _compat.bind(eqn, [*inputs[:i], x, *inputs[i + 1 :]])[0]
-
-        x = jnp.asarray(inputs[i], eqn.invars[i].aval.dtype)
-        out, slope = jax.jvp(along, (x,), (jnp.ones_like(x),))
-        slopes.append(slope)
-    return out, slopes
-
-
-def _times(a: Any, b: Any) -> Any:
-    if isinstance(a, int) and isinstance(b, int):
-        return a * b
-    if isinstance(a, int) or isinstance(b, int):
-        number, array = (a, b) if isinstance(a, int) else (b, a)
-        return array if number == 1 else array * number
-    return lax.mul(*jnp.broadcast_arrays(a, b))
-
-
-def _plus(a: Any, b: Any) -> Any:
-    if isinstance(a, int) or isinstance(b, int):
-        return a + b
-    return lax.add(*jnp.broadcast_arrays(a, b))
-
-
-def _cast(slope: Any, dtype: Any) -> Any:
-    return slope if isinstance(slope, int) else slope.astype(dtype)
-
-
 def _named(slope: Any, name: str | None) -> Any:
     """Named after the variable, so that rules for that one find its derivative."""
-    if name is None or isinstance(slope, int):
+    if name is None or not isinstance(slope, jax.Array):
         return slope
     return checkpoint_name(slope, DERIVATIVE_OF + name)
-
-
-def _term(slope: Any, tangent: Any, like: Any) -> Any:
-    """slope * tangent, in the shape and dtype of `like`."""
-    moved = jnp.broadcast_to(tangent.astype(like.dtype), like.shape)
-    if isinstance(slope, int):
-        return moved if slope == 1 else moved * slope
-    return lax.mul(moved, jnp.broadcast_to(slope, like.shape))

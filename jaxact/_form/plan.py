@@ -1,7 +1,7 @@
 """Let a policy decide about the bases of a forward program."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,8 +14,8 @@ from jaxact._form.cells import cell_body
 from jaxact._form.classes import classify
 from jaxact._form.conditioning import Normalizations
 from jaxact._form.pooling import pool_body
-from jaxact._form.primitives import MOVES, is_float
-from jaxact._form.rewriting import CUSTOM_RULE
+from jaxact._form.primitives import ELEMENTWISE, MOVES, is_float
+from jaxact._form.rewriting import CUSTOM_RULE, GIVEN, RETURNED
 from jaxact._form.storage import Chooser
 from jaxact._policy import Decision, Policy
 from jaxact._program import (
@@ -73,12 +73,16 @@ class _Planner:
             if read(self.facts, v) & STORED:
                 self.classes.set_exact(v)
         self.chooser = Chooser(jaxpr, self.classes)
-        self.opaque = {
-            v
-            for e in jaxpr.eqns
-            if e.primitive.name in ("checkpoint", "remat", "remat2")
-            for v in _compat.variables(e.invars)
-        }
+        # A rule of its own may do anything with what it keeps.
+        self.free = {v for v in self.leaves if self._is_kept_by_a_rule(v)}
+
+    def _is_kept_by_a_rule(self, v: Any) -> bool:
+        eqn = self.chooser.makers.get(v)
+        if eqn is None:
+            return False
+        if eqn.primitive.name == "name":
+            return eqn.params["name"] == GIVEN
+        return CUSTOM_RULE in str(eqn.source_info.name_stack).split("/")
 
     def is_activation(self, v: Any) -> bool:
         return bool(read(self.facts, v) & ACTIVATION)
@@ -145,19 +149,31 @@ class _Planner:
                 eqn = self.chooser.makers.get(v)
                 if eqn is None or eqn.effects:
                     why = "cannot be recomputed: an argument or a side effect"
-                    decisions[v] = dataclasses.replace(
-                        decision, action=Exact(), why=why
-                    )
+                    exact = dataclasses.replace(decision, action=Exact(), why=why)
+                    decisions[v] = dataclasses.replace(exact, bias="exact")
                 else:
-                    todo += self.chooser.bases(eqn.invars)
+                    todo += self._nearest_sources(eqn, {*todo, *decisions})
         return decisions
+
+    def _nearest_sources(self, eqn: Any, stored: Collection[Any]) -> list[Any]:
+        """Bases that an equation is computed from, past elementwise equations."""
+        todo, seen, found = self.chooser.bases(eqn.invars), set(), []
+        while todo:
+            v = todo.pop()
+            if v in seen:
+                continue
+            seen.add(v)
+            maker = self.chooser.makers.get(v)
+            if v in stored or maker is None or maker.primitive.name not in ELEMENTWISE:
+                found.append(v)
+            else:
+                todo += self.chooser.bases(maker.invars)
+        return found
 
     def _decide_base(self, v: Any) -> Decision:
         decision = self.policy.decide(self._residual(v), largest=self.largest)
-        if v in self.opaque:
-            return _biased(decision, "a checkpoint recomputes from it")
-        if CUSTOM_RULE in decision.residual.path.split("/"):
-            return _biased(decision, "a custom rule's residual")
+        if any(self.classes.base.get(u) is v for u in self.free):
+            return _biased(decision, "kept for a checkpoint or a custom rule")
         return decision
 
     def _decide_exact(self, v: Any) -> Decision:
@@ -173,7 +189,8 @@ class _Planner:
 
     def _residual(self, v: Any) -> Residual:
         found = self.provenance.of(v)
-        names = [*([found.name] if found.name else []), *self.classes.names.get(v, [])]
+        known = [found.name, *self.classes.names.get(v, [])]
+        names = [n for n in known if n not in ("", GIVEN, RETURNED)]
         name, aliases = (names[0], tuple(names[1:])) if names else ("", ())
         return dataclasses.replace(found, name=name, aliases=aliases)
 

@@ -13,9 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.custom_derivatives import linear_call
 from jax.extend import core as jex
-from jax.interpreters import ad
+from jax.interpreters import ad, batching, mlir
 
 from jaxact import _compat
 from jaxact._form.primitives import is_float
@@ -59,14 +58,35 @@ def _differentiate(primals: Any, tangents: Any, *, eqn: Any) -> tuple[Any, Any]:
     if isinstance(t, ad.Zero):
         return [out], [ad.Zero(eqn.outvars[0].aval.to_tangent_aval())]
     windows = _Windows(eqn.params, x.shape)
-    place = windows.place_of_maximum(x, out)
-    pick = lambda place, t: windows.pick(place, t)
-    spread = lambda place, ct: windows.spread(place, ct)
-    return [out], [linear_call(pick, spread, place, t)]
+    return [out], [pick_p.bind(windows.place_of_maximum(x, out), t, windows=windows)]
 
 
 pool_p.def_abstract_eval(lambda *_, eqn: [v.aval for v in eqn.outvars])
 ad.primitive_jvps[pool_p] = _differentiate
+
+# The elements at the maxima; a primitive, so that its residual is one small integer
+# for each window, and not a mask for each place in it.
+pick_p = jex.Primitive("jaxact_pick")
+
+
+def _pick(place: jax.Array, t: jax.Array, *, windows: "_Windows") -> jax.Array:
+    return windows.pick(place, t)
+
+
+def _transpose(ct: Any, place: Any, t: Any, *, windows: "_Windows") -> Any:
+    spread = ad.Zero(t.aval) if isinstance(ct, ad.Zero) else windows.spread(place, ct)
+    return None, spread
+
+
+def _batch(args: Any, dims: Any, *, windows: "_Windows") -> Any:
+    return jax.vmap(windows.pick, in_axes=dims)(*args), 0
+
+
+pick_p.def_impl(_pick)
+pick_p.def_abstract_eval(lambda place, t, *, windows: t.update(shape=place.shape))
+ad.primitive_transposes[pick_p] = _transpose
+batching.primitive_batchers[pick_p] = _batch
+mlir.register_lowering(pick_p, mlir.lower_fun(_pick, multiple_results=False))
 
 
 class _Windows:

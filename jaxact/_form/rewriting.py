@@ -12,15 +12,19 @@ from jaxact._form.classes import classify
 from jaxact._form.pooling import with_pools
 from jaxact._form.primitives import MOVES, is_float
 from jaxact._program import input_facts, learn
-from jaxact._surgery import flatten, jit_body
+from jaxact._surgery import flatten, jit_body, rename
 
 CUSTOM_RULE = "custom_vjp"  # scope of what a custom rule computes
+# Names of what a rule of its own is given and returns.
+GIVEN, RETURNED = "jaxact: given to a rule", "jaxact: returned by a rule"
+_OWN_RULES = ("custom_vjp_call", "checkpoint", "remat")
 
 
 def rewrite(flat: Flat) -> tuple[Flat, Callable[[Sequence[Any]], list[Any]]]:
     """The same function, with cells and pools, and its values from those of `flat`."""
     num_consts = len(flat.jaxpr.constvars)
     jaxpr, extra = flatten(flat.jaxpr, jit_body)
+    jaxpr = _tagged(jaxpr)
     wider = _with_constants(flat, jaxpr, num_consts, len(extra))
     facts = flow(jaxpr, input_facts(wider), learn)
 
@@ -30,7 +34,7 @@ def rewrite(flat: Flat) -> tuple[Flat, Callable[[Sequence[Any]], list[Any]]]:
     classes = classify(
         jaxpr, _largest(jaxpr, depends), depends, set(filter(depends, wider.invars))
     )
-    jaxpr = with_cells(with_pools(_scoped(jaxpr), depends), classes.is_exact, depends)
+    jaxpr = with_cells(with_pools(jaxpr, depends), classes.is_exact, depends)
 
     def values(given: Sequence[Any]) -> list[Any]:
         return [*given[:num_consts], *extra, *given[num_consts:]]
@@ -61,14 +65,33 @@ def _largest(jaxpr: Any, depends: Callable[[Any], bool]) -> int:
     return max((v.aval.size for v in values if is_float(v) and depends(v)), default=0)
 
 
-def _scoped(jaxpr: Any) -> Any:
-    """Custom rules in a scope of their own, so that tables and labels can tell."""
+def _tagged(jaxpr: Any) -> Any:
+    """Name what rules of their own are given and return, so that labels can tell.
 
-    def scoped(eqn: Any) -> Any:
-        if not eqn.primitive.name.startswith("custom_vjp_call"):
-            return eqn
+    The backward pass of a `jax.checkpoint` or a `custom_vjp` may do anything with what
+    it keeps; what such a rule returns is an ordinary value again.
+    """
+    eqns: list[Any] = []
+    env: dict[Any, Any] = {}
+
+    def tag(v: Any, eqn: Any, name: str) -> Any:
+        eqns.append(_compat.name_equation(eqn, v, name))
+        return eqns[-1].outvars[0]
+
+    for eqn in jaxpr.eqns:
+        inputs = [rename(v, env) for v in eqn.invars]
+        is_rule = eqn.primitive.name.startswith(_OWN_RULES)
+        if is_rule:
+            inputs = [
+                tag(v, eqn, GIVEN) if is_float(v) and not _compat.is_literal(v) else v
+                for v in inputs
+            ]
         source = eqn.source_info
-        scope = source.name_stack.extend(CUSTOM_RULE)
-        return eqn.replace(source_info=source.replace(name_stack=scope))
-
-    return _compat.with_outputs(jaxpr, map(scoped, jaxpr.eqns), jaxpr.outvars)
+        if eqn.primitive.name.startswith("custom_vjp_call"):
+            scope = source.name_stack.extend(CUSTOM_RULE)
+            source = source.replace(name_stack=scope)
+        eqns.append(eqn.replace(invars=inputs, source_info=source))
+        if is_rule:
+            env |= {v: tag(v, eqn, RETURNED) for v in eqn.outvars if is_float(v)}
+    outputs = [rename(v, env) for v in jaxpr.outvars]
+    return _compat.with_outputs(jaxpr, eqns, outputs)

@@ -62,21 +62,37 @@ class Chooser:
         return self.place.get(v, -1)
 
     def _whole_or_parts(self, roots: dict[Any, None]) -> dict[Any, None]:
-        """Parts of one value are stored apart only where that takes fewer elements."""
+        """Store parts of a value apart only where that takes fewer elements."""
         parts: dict[Any, list[Any]] = {}
-        for v in sorted(self.classes.parts, key=self._order, reverse=True):
-            parts.setdefault(self.classes.parts[v], []).append(v)
+        for v, whole in self.classes.parts.items():
+            parts.setdefault(whole, []).append(v)
+        roots = self._without_parts(roots)
         for whole in sorted(parts, key=self._order, reverse=True):
             needed = [v for v in parts[whole] if v in roots]
-            size = sum(v.aval.size for v in needed)
-            if needed and (whole in roots or size >= whole.aval.size):
-                roots = {v: None for v in roots if v not in needed} | {whole: None}
+            size, limit = sum(v.aval.size for v in needed), whole.aval.size
+            if size > limit or (size == limit and len(needed) > 1):
+                roots = self._without_parts(roots | {whole: None})
         return roots
+
+    def _without_parts(self, roots: dict[Any, None]) -> dict[Any, None]:
+        """Without what is a part of something else that is stored."""
+        parents = self.classes.parts
+        whole = lambda v: self._nearest(parents[v], roots) if v in parents else v
+        return {v: None for v in roots if v not in parents or whole(v) not in roots}
+
+    def _nearest(self, v: Any, roots: Iterable[Any]) -> Any:
+        """What is stored that a base is a part of; the base itself if nothing is."""
+        base = v
+        while v not in roots:
+            if v not in self.classes.parts:
+                return base
+            v = self.classes.parts[v]
+        return v
 
     def _split_concatenations(self, roots: dict[Any, None]) -> dict[Any, None]:
         """Store what was concatenated, unless that is more."""
         for v in sorted(self.makers, key=self._order, reverse=True):
-            bases = self._operand_bases(v, "concatenate") if v in roots else []
+            bases = self._operands(v, roots, "concatenate") if v in roots else []
             new = [b for b in bases if b not in roots]
             if bases and sum(b.aval.size for b in new) <= v.aval.size:
                 roots = {u: None for u in roots if u is not v}
@@ -91,13 +107,14 @@ class Chooser:
         """
         joined: set[Any] = set()
         for v in roots:
-            bases = self._operand_bases(v, "add", "sub", "add_any")
+            bases = self._operands(v, roots, "add", "sub", "add_any")
             if len(bases) == 2 and all(b in roots and b not in joined for b in bases):
                 joined.add(v)
         return joined
 
-    def _operand_bases(self, v: Any, *names: str) -> list[Any]:
+    def _operands(self, v: Any, roots: Iterable[Any], *names: str) -> list[Any]:
+        """The bases of the operands, if one of `names` makes v."""
         eqn = self.makers.get(v)
         if eqn is None or eqn.primitive.name not in names:
             return []
-        return self.bases(eqn.invars)
+        return list({self._nearest(b, roots): None for b in self.bases(eqn.invars)})
