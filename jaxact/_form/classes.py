@@ -46,8 +46,8 @@ class Classes:
       base: of each inexact variable; exact ones have none.
       cost: bytes to keep for the backward pass for having an exact variable there.
       again: exact variables that are cheaper evaluated again than kept.
-      parts: bases that are a part of another value, some elements or some of the time
-        (a mask), with the base of that one.
+      parts: bases that are affine in another one, but smaller or only with a mask for
+        each element: better stored themselves, unless that one is stored anyway.
       sides: for each max or min that is affine by an exact bit: the mask and whether
         it is true where the first operand wins.
       names: `checkpoint_name`s of a base and of what is affine in it.
@@ -113,28 +113,32 @@ def _base(
     base = next(iter(bases))
     if len(bases) > 1:
         return v
-    if name == "select_n" and len(inexact) == 1:
-        return _part(v, base, found)  # some elements are not needed
-    if name in SUMS or (name == "mul" and len(inexact) == 1):
-        return base
-    if name == "div" and inexact == [0]:
-        return base
-    if name in SELECTIONS and inexact == [0]:
-        if size >= eqn.invars[0].aval.size:
-            return base
-        return _part(v, base, found)
-    if name in _SIDES and len(inexact) == 1:
+    masked = name in _SIDES and len(inexact) == 1
+    if masked:
         side = _side(eqn, comparisons)
-        if side is not None:
-            found.sides[v] = side
-            return _part(v, base, found)
-    return v
+        if side is None:
+            return v
+        found.sides[v] = side
+    affine = (
+        masked
+        or name in SUMS
+        or (name == "mul" and len(inexact) == 1)
+        or (name == "div" and inexact == [0])
+        or (name in SELECTIONS and inexact == [0])
+    )
+    if not affine:
+        return v
+    smaller = name in SELECTIONS and size < eqn.invars[0].aval.size
+    if masked or smaller or _needs_masks(eqn, size, found):
+        found.parts[v] = base
+        return v
+    return base
 
 
-def _part(v: Any, base: Any, found: Classes) -> Any:
-    """A base of its own, unless the whole is stored anyway."""
-    found.parts[v] = base
-    return v
+def _needs_masks(eqn: Any, size: int, found: Classes) -> bool:
+    """Whether the exact operands cost a bit or more for each element."""
+    exact = [x for x in _compat.variables(eqn.invars) if found.is_exact(x)]
+    return 8 * sum(found.cost[x] for x in exact) >= size
 
 
 def _settle(

@@ -22,7 +22,7 @@ PIECEWISE = COMPARISONS | frozenset("max min select_n clamp abs".split())
 SMOOTH = frozenset(
     "mul div exp exp2 log log1p expm1 tanh logistic integer_pow pow sqrt rsqrt cbrt "
     "erf erfc erf_inv lgamma digamma sin cos tan asin acos atan atan2 sinh cosh asinh "
-    "acosh atanh square".split()
+    "acosh atanh square one_minus_square".split()
 )
 # Piecewise constant.
 STEPS = frozenset("sign round floor ceil is_finite stop_gradient".split()) | COMPARISONS

@@ -85,8 +85,7 @@ def _scalar_slope(
         f = lambda x: primitive.bind(*scalars[:i], x, *scalars[i + 1 :], **dict(params))
         return jax.jvp(f, (scalars[i],), (np.ones((), dtypes[i]),))[1]
 
-    with jax.ensure_compile_time_eval():
-        closed = jax.make_jaxpr(slope)(*[jax.ShapeDtypeStruct((), d) for d in dtypes])
+    closed = jax.make_jaxpr(slope)(*[jax.ShapeDtypeStruct((), d) for d in dtypes])
     jaxpr, consts = _compat.open_jaxpr(closed)
     jaxpr, more = flatten(jaxpr, jit_body)
     simple = all(e.primitive.name in SMOOTH | LINEAR for e in jaxpr.eqns)

@@ -70,7 +70,7 @@ class Chooser:
         for whole in sorted(parts, key=self._order, reverse=True):
             needed = [v for v in parts[whole] if v in roots]
             size, limit = sum(v.aval.size for v in needed), whole.aval.size
-            if size > limit or (size == limit and len(needed) > 1):
+            if size > limit:
                 roots = self._without_parts(roots | {whole: None})
         return roots
 

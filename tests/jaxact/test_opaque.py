@@ -88,12 +88,7 @@ def block_of(activation, policy):
     return jaxact.compress(block, policy=policy, activations="x")
 
 
-hoisted = pytest.mark.xfail(reason="ones that cells multiply by are broadcast outside")
-ACTIVATIONS = [
-    jax.nn.relu,
-    jnp.sin,
-    *(pytest.param(f, marks=hoisted) for f in (jnp.tanh, jax.nn.gelu, jax.nn.silu)),
-]
+ACTIVATIONS = [jax.nn.relu, jnp.sin, jnp.tanh, jax.nn.gelu, jax.nn.silu]
 
 
 @pytest.mark.parametrize("bits", [1, 4])

@@ -162,12 +162,7 @@ def test_a_dilated_window_is_left_to_jax():
     assert same_bits(jax.jit(compress(f))(x), jax.jit(f)(x))
 
 
-OF_VMAP = pytest.mark.xfail(
-    reason="JAX cannot map `linear_call`", raises=NotImplementedError, strict=True
-)
-
-
-@pytest.mark.parametrize("outside", [pytest.param(True, marks=OF_VMAP), False])
+@pytest.mark.parametrize("outside", [True, False])
 def test_vmap_is_a_loop(outside):
     one = lambda x: pool_of("2 x 2")(x[None])[0]
     small = jax.vmap(compress(one)) if outside else compress(jax.vmap(one))
