@@ -24,6 +24,10 @@ from jaxact._residual import Residual
 SMALL_FRACTION = 32
 # Below this many elements a group's scale and zero point cost as much as they save.
 SMALL_SIZE = 64
+# Below this width an exponential, such as the numerators of a softmax, gets one bit
+# more: most of them are near zero, far below a step (examples/README.md has what
+# training loses).
+EXPONENTIAL_BITS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +107,8 @@ class Policy:
     that would round them.
 
     Attributes:
-      bits: of the default codec, `Quantize(bits)`.
+      bits: of the default codec, `Quantize(bits)`. Below 4, exponentials (softmax)
+        get one more.
       rules: `Rule`s, first match wins.
       recompute: a `jax.checkpoint` policy. What it saves is stored, through a codec;
         the rest is recomputed in the backward pass. None: jaxact's own choice of what
@@ -145,6 +150,12 @@ class Policy:
         """The action for a large float residual that no rule matches."""
         return Quantize(self.bits) if self.default is None else self.default
 
+    def _action_for(self, residual: Residual) -> Action:
+        is_skewed = residual.primitive == "exp" and self.default is None
+        if is_skewed and self.bits < EXPONENTIAL_BITS:
+            return Quantize(self.bits + 1)
+        return self.action_for_floats
+
     @property
     def chooses_form(self) -> bool:
         """Whether jaxact chooses which values are stored."""
@@ -174,7 +185,7 @@ class Policy:
             return Decision(residual, Exact(), f"{residual.dtype} stays exact")
         if spared:
             return Decision(residual, Exact(), "small" if small else "a statistic")
-        return _apply(self.action_for_floats, residual, "policy bits", None)
+        return _apply(self._action_for(residual), residual, "policy bits", None)
 
 
 def _apply(action: Action, residual: Residual, why: str, rule: int | None) -> Decision:

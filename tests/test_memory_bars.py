@@ -58,11 +58,17 @@ def test_h100(scanned, base_above, packed_below):
 
 
 @needs_target
-def test_h100_of_a_policy_that_only_says_bits():
-    block = jaxact.compress(
-        transformer.block, policy=jaxact.Policy(bits=2), activations="x"
-    )
-    assert temp_bytes(block, FULL, scanned=False, target="h100") <= 255 * MIB
+@pytest.mark.parametrize(
+    "policy, below",
+    [
+        (jaxact.Policy(default=jaxact.Quantize(2)), 255 * MIB),
+        (jaxact.Policy(bits=2), 270 * MIB),  # exponentials at 3 bits
+    ],
+    ids=["2 bits each", "bits=2"],
+)
+def test_h100_of_a_policy_that_names_nothing(policy, below):
+    block = jaxact.compress(transformer.block, policy=policy, activations="x")
+    assert temp_bytes(block, FULL, scanned=False, target="h100") <= below
 
 
 def test_cpu_scanned():

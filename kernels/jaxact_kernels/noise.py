@@ -12,7 +12,6 @@ of ideal.
 """
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -21,9 +20,9 @@ GOLDEN = np.uint32(0x9E3779B9)  # odd, 2**32 / golden ratio: counters spread eve
 
 def hash32(x: jax.Array) -> jax.Array:
     """Mix `uint32` values: a bijection in which every bit depends on every bit."""
-    x = (x ^ x >> np.uint32(16)) * np.uint32(0x7FEB352D)
-    x = (x ^ x >> np.uint32(15)) * np.uint32(0x846CA68B)
-    return x ^ x >> np.uint32(16)
+    x = lax.mul(_xor_shifted(x, 16), np.uint32(0x7FEB352D))
+    x = lax.mul(_xor_shifted(x, 15), np.uint32(0x846CA68B))
+    return _xor_shifted(x, 16)
 
 
 def group_keys(seed: jax.Array, metadata: jax.Array) -> jax.Array:
@@ -35,24 +34,31 @@ def group_keys(seed: jax.Array, metadata: jax.Array) -> jax.Array:
             differ between arrays that share a seed and between `vmap` lanes, where
             the group's index is counted inside the lane.
     """
-    return hash32(hash32(seed + GOLDEN * _row_major_index(metadata.shape)) ^ metadata)
+    counter = lax.mul(_row_major_index(metadata.shape), GOLDEN)
+    return hash32(lax.bitwise_xor(hash32(lax.add(seed, counter)), metadata))
 
 
 def sixteen_bits(keys: jax.Array, group: int) -> jax.Array:
     """16 random bits, `uint32[*keys.shape, group]`, for every element of each group."""
     half = group // 2
-    lead = tuple(range(keys.ndim))
-    counter = jnp.expand_dims(GOLDEN * lax.iota(jnp.uint32, half), lead)
-    hashes = hash32(keys[..., None] + counter)[..., None, :]
-    shift = np.array([[0], [16]], np.uint32)  # low bits for the first half of a group
-    bits = hashes >> jnp.expand_dims(shift, lead) & np.uint32(0xFFFF)
-    return bits.reshape(*keys.shape, group)
+    ones = (1,) * keys.ndim
+    index = lax.broadcasted_iota(np.uint32, (*ones, 1, half), keys.ndim + 1)
+    key = lax.expand_dims(keys, (keys.ndim, keys.ndim + 1))
+    hashes = hash32(lax.add(key, lax.mul(index, GOLDEN)))
+    shift = np.array([0, 16], np.uint32)  # low bits for the first half of a group
+    halves = lax.shift_right_logical(hashes, shift.reshape(*ones, 2, 1))
+    bits = lax.bitwise_and(halves, np.uint32(0xFFFF))
+    return lax.reshape(bits, (*keys.shape, group))
+
+
+def _xor_shifted(x: jax.Array, shift: int) -> jax.Array:
+    return lax.bitwise_xor(x, lax.shift_right_logical(x, np.uint32(shift)))
 
 
 def _row_major_index(shape: tuple[int, ...]) -> jax.Array:
     # An iota along each axis, not one reshaped: it shards like the array it belongs to.
-    index = jnp.zeros(shape, jnp.uint32)
-    for axis, size in enumerate(shape):
-        iota = lax.broadcasted_iota(jnp.uint32, shape, axis)
-        index = index * np.uint32(size) + iota
+    index = lax.broadcasted_iota(np.uint32, shape, 0)
+    for axis, size in enumerate(shape[1:], 1):
+        iota = lax.broadcasted_iota(np.uint32, shape, axis)
+        index = lax.add(lax.mul(index, np.uint32(size)), iota)
     return index

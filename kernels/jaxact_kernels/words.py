@@ -11,7 +11,6 @@ slices: no element changes its lane.
 import itertools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -32,10 +31,10 @@ def pack(codes: jax.Array, bits: int) -> jax.Array:
     """Pack `uint32[..., g]` codes below `2**bits` into `uint32[..., g * bits / 32]`."""
     slot = 1 << (bits - 1).bit_length()
     *lead, group = codes.shape
-    slots = codes.reshape(*lead, 32 // slot, group * slot // 32)
-    shift = np.arange(0, 32, slot, dtype=np.uint32)[:, None]
-    shifted = slots << jnp.expand_dims(shift, tuple(range(len(lead))))
-    slots = jnp.sum(shifted, axis=-2, dtype=np.uint32)
+    slots = lax.reshape(codes, (*lead, 32 // slot, group * slot // 32))
+    shift = np.arange(0, 32, slot, dtype=np.uint32).reshape(*(1 for _ in lead), -1, 1)
+    shifted = lax.shift_left(slots, shift)
+    slots = lax.reduce(shifted, np.uint32(0), lax.add, (len(lead),))
     if slot == bits:
         return slots
     # Odd widths are cut from the words of the next power of two: the codes, which cost
@@ -43,8 +42,9 @@ def pack(codes: jax.Array, bits: int) -> jax.Array:
     fields = []
     for offset, width in _fields(bits):
         mask = np.uint32(sum(((1 << width) - 1) << i for i in range(0, 32, slot)))
-        fields.append(_fold(slots >> np.uint32(offset) & mask, slot, width))
-    return jnp.concatenate(fields, axis=-1)
+        field = lax.bitwise_and(_shift_right(slots, offset), mask)
+        fields.append(_fold(field, slot, width))
+    return lax.concatenate(fields, len(lead))
 
 
 def unpack(words: jax.Array, bits: int) -> jax.Array:
@@ -54,16 +54,17 @@ def unpack(words: jax.Array, bits: int) -> jax.Array:
     codes, start = None, 0
     for i, (offset, width) in enumerate(_fields(bits)):
         inner = (1,) * (i + 1) + repeats[i + 1 :] + (lanes * widths(bits)[-1],)
-        field = lax.slice_in_dim(words, start, start + lanes * width, axis=-1)
-        field = field.reshape(*lead, *inner)
-        shift = np.arange(32 // width, dtype=np.uint32) * np.uint32(width)
-        shift = shift.reshape(repeats[: i + 1] + (1,) * (len(inner) - i - 1))
-        code = field >> jnp.expand_dims(shift, tuple(range(len(lead))))
-        code = (code & np.uint32((1 << width) - 1)) << np.uint32(offset)
-        codes = code if codes is None else codes | code
+        field = lax.slice_in_dim(words, start, start + lanes * width, axis=len(lead))
+        field = lax.reshape(field, (*lead, *inner))
+        shift = np.arange(0, 32, width, dtype=np.uint32)
+        outer = (1,) * len(lead) + repeats[: i + 1]
+        shift = shift.reshape(outer + (1,) * (len(inner) - i - 1))
+        code = lax.shift_right_logical(field, shift)
+        code = _shift_left(lax.bitwise_and(code, np.uint32((1 << width) - 1)), offset)
+        codes = code if codes is None else lax.bitwise_or(codes, code)
         start += lanes * width
     assert codes is not None
-    return codes.reshape(*lead, 32 * lanes)
+    return lax.reshape(codes, (*lead, 32 * lanes))
 
 
 def _fields(bits: int) -> list[tuple[int, int]]:
@@ -76,9 +77,18 @@ def _fold(slots: jax.Array, slot: int, width: int) -> jax.Array:
     """Join upper halves of a group to lower ones until slots are `width` bits apart."""
     while slot > width:
         slot //= 2
-        lower, upper = jnp.split(slots, 2, axis=-1)
-        slots = lower | upper << np.uint32(slot)
+        axis, half = slots.ndim - 1, slots.shape[-1] // 2
+        lower, upper = lax.split(slots, (half, half), axis)
+        slots = lax.bitwise_or(lower, _shift_left(upper, slot))
     return slots
+
+
+def _shift_left(x: jax.Array, by: int) -> jax.Array:
+    return lax.shift_left(x, np.uint32(by)) if by else x
+
+
+def _shift_right(x: jax.Array, by: int) -> jax.Array:
+    return lax.shift_right_logical(x, np.uint32(by)) if by else x
 
 
 def _repeats(bits: int) -> tuple[int, ...]:

@@ -202,3 +202,11 @@ def test_offloaded_residuals_live_in_host_memory():
     )
     spaces = [v.aval.memory_space for v in program.jaxpr.outvars]
     assert jax.memory.Space.Host in spaces
+
+
+@pytest.mark.parametrize("bits, stored", [(1, 2), (2, 3), (3, 4), (4, 4), (8, 8)])
+def test_exponentials_get_one_bit_more_below_four(bits, stored):
+    exponential = Residual((64, 256), np.dtype("float32"), primitive="exp")
+    assert decide(Policy(bits), exponential).action == Quantize(stored)
+    chosen = Policy(default=Quantize(bits))
+    assert decide(chosen, exponential).action == Quantize(bits)

@@ -9,6 +9,7 @@ import math
 
 import jax
 import numpy as np
+from jax import lax
 
 from jaxact_kernels import words
 from jaxact_kernels.layout import LANES, Layout, layout_of
@@ -18,16 +19,17 @@ GROUP = 256
 
 def encode(x: jax.Array) -> jax.Array:
     """See `jaxact_kernels.mask.encode`."""
-    codes = _layout(x.shape).split(x, False).astype(np.uint32)
-    return words.pack(codes, 1).reshape(words_shape(x.shape))
+    flags = _layout(x.shape).split(x, False)
+    packed = words.pack(lax.convert_element_type(flags, np.uint32), 1)
+    return lax.reshape(packed, words_shape(x.shape))
 
 
 def decode(packed: jax.Array, *, shape: tuple[int, ...]) -> jax.Array:
     """See `jaxact_kernels.mask.decode`."""
     layout = _layout(shape)
     grouped = (*layout.lead, layout.num_groups, layout.group // LANES)
-    codes = words.unpack(packed.reshape(grouped), 1)
-    return layout.join(codes != np.uint32(0), shape)
+    codes = words.unpack(lax.reshape(packed, grouped), 1)
+    return layout.join(lax.ne(codes, np.uint32(0)), shape)
 
 
 def words_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
