@@ -111,7 +111,7 @@ POLICIES = {
         bits=2,
         recompute=jax.checkpoint_policies.save_only_these_names(*transformer.NAMES),
     ),
-    "every residual": jaxact.Policy(bits=2),
+    "jaxact's choice": jaxact.Policy(bits=2),
 }
 
 

@@ -34,7 +34,7 @@ def with_pools(jaxpr: Any, depends: Callable[[Any], bool]) -> Any:
             return eqn
         return _compat.new_equation(eqn, pool_p, eqn.invars, eqn.outvars, {"eqn": eqn})
 
-    return _compat.with_outputs(jaxpr, map(pooled, jaxpr.eqns), jaxpr.outvars)
+    return _compat.with_outputs(jaxpr, [*map(pooled, jaxpr.eqns)], jaxpr.outvars)
 
 
 def is_pool(eqn: Any, depends: Callable[[Any], bool]) -> bool:

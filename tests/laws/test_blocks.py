@@ -12,8 +12,8 @@ from blocks import BLOCKS, each_block
 from jaxact import Bitmask, Exact, Policy, Quantize, Rule
 from programs import relative_error, same_bits
 
-# A score and its softmax: the stored value of one node is both, so its rounding is
-# squared. tests/laws/test_form_bias.py measures what that leaves.
+# A node's stored value is both what is mixed and what the weights are computed from, so
+# its rounding is squared: see the last test.
 USED_TWICE = {"graph_attention"}
 
 
@@ -116,6 +116,24 @@ def projections(gradients, key):
     return jnp.stack(found)
 
 
+def draw(block, bits, draws):
+    """Projections of the gradient for many rounding keys, and the true ones."""
+    args = block.arguments()
+    loss = functools.partial(weighted, out=jax.eval_shape(block.f, *args))
+    small = compressed(block, Policy(bits=bits))
+
+    def project(f, **kwargs):
+        gradients = jax.grad(lambda args: loss(f)(*args, **kwargs))(args)
+        return projections(jax.tree.leaves(gradients), jax.random.key(9))
+
+    @jax.jit
+    def run(keys):
+        drawn = jax.lax.map(lambda key: project(small, rounding_key=key), keys)
+        return drawn, project(block.f)
+
+    return run(jax.random.split(jax.random.key(1), draws))
+
+
 @pytest.mark.parametrize(
     "bits",
     [
@@ -129,23 +147,21 @@ def projections(gradients, key):
 )
 def test_gradients_are_unbiased(block, bits):
     """z-tests of random projections of the whole gradient over 256 rounding keys."""
-    draws, args = 256, block.arguments()
-    loss = functools.partial(weighted, out=jax.eval_shape(block.f, *args))
-    small = compressed(block, Policy(bits=bits))
-
-    def project(f, **kwargs):
-        gradients = jax.grad(lambda args: loss(f)(*args, **kwargs))(args)
-        return projections(jax.tree.leaves(gradients), jax.random.key(9))
-
-    @jax.jit
-    def run(keys):
-        drawn = jax.lax.map(lambda key: project(small, rounding_key=key), keys)
-        return drawn, project(block.f)
-
-    drawn, truth = run(jax.random.split(jax.random.key(1), draws))
+    draws = 256
+    drawn, truth = draw(block, bits, draws)
     error = drawn.std(0, ddof=1) / draws**0.5
     # |z| > 5.5 has probability 4e-8 for a normal mean: with 600 projections over all
     # blocks and widths a false alarm has probability below 1e-4. Projections that no
     # rounding reaches agree to the float32 rounding of their sums.
     slack = 1e-5 * jnp.abs(truth).max()
     assert (jnp.abs(drawn.mean(0) - truth) <= 5.5 * error + slack).all()
+
+
+@pytest.mark.parametrize("name", sorted(USED_TWICE))
+def test_what_is_used_twice_has_less_bias_than_a_tenth_of_its_noise(name):
+    """At the default bits; the mean of 2048 draws is known to 5.5 / sqrt(2048)."""
+    draws = 2048
+    drawn, truth = draw(BY_NAME[name], 4, draws)
+    limit = (0.1 + 5.5 / draws**0.5) * drawn.std(0, ddof=1)
+    slack = 1e-5 * jnp.abs(truth).max()
+    assert (jnp.abs(drawn.mean(0) - truth) <= limit + slack).all()

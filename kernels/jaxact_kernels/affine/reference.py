@@ -44,7 +44,7 @@ The code calls `lax`, not `jnp` or operators: their promotions and nested jits m
 trace of a new shape three times as slow.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -263,7 +263,7 @@ def _bf16_below(x: jax.Array) -> jax.Array:
     return lax.bitwise_and(away, HIGH_HALF)
 
 
-def _put(value: np.generic, where: jax.Array, x: jax.Array) -> jax.Array:
+def _put(value: Any, where: jax.Array, x: jax.Array) -> jax.Array:
     """`x` with `value` in some places."""
     # `full_like`, as an array of `lax.full` would not be sharded like x.
     return lax.select(where, lax.full_like(x, value), x)
