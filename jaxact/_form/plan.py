@@ -14,7 +14,13 @@ from jaxact._form.cells import cell_body
 from jaxact._form.classes import classify
 from jaxact._form.conditioning import Normalizations
 from jaxact._form.pooling import pool_body
-from jaxact._form.primitives import ELEMENTWISE, MOVES, is_float
+from jaxact._form.primitives import (
+    ELEMENTWISE,
+    FACTORIZATIONS,
+    MOVES,
+    SOLVERS,
+    is_float,
+)
 from jaxact._form.rewriting import CUSTOM_RULE, GIVEN, RETURNED
 from jaxact._form.storage import Chooser
 from jaxact._policy import Decision, Policy
@@ -73,6 +79,12 @@ class _Planner:
             if read(self.facts, v) & STORED:
                 self.classes.set_exact(v)
         self.chooser = Chooser(jaxpr, self.classes)
+        self.solved_with = {
+            self.classes.base.get(v)
+            for e in jaxpr.eqns
+            for v in _solved_with(e)
+            if not self.classes.is_exact(v)
+        }
         # A rule of its own may do anything with what it keeps.
         self.free = {v for v in self.leaves if self._is_kept_by_a_rule(v)}
 
@@ -172,6 +184,9 @@ class _Planner:
 
     def _decide_base(self, v: Any) -> Decision:
         decision = self.policy.decide(self._residual(v), largest=self.largest)
+        if decision.rule is None and v in self.solved_with:
+            why = "solved with, or a factorization"
+            return Decision(decision.residual, Exact(), why)
         if any(self.classes.base.get(u) is v for u in self.free):
             return _biased(decision, "kept for a checkpoint or a custom rule")
         return decision
@@ -219,6 +234,13 @@ def _referenced(leaves: Sequence[Any], makers: dict[Any, Any]) -> set[Any]:
         if not _compat.is_literal(v) and v not in makers:
             found.add(v)
     return found
+
+
+def _solved_with(eqn: Any) -> Sequence[Any]:
+    """What the backward pass of a linear solve or a factorization solves with."""
+    if eqn.primitive.name in SOLVERS:
+        return eqn.invars
+    return eqn.outvars if eqn.primitive.name in FACTORIZATIONS else ()
 
 
 def _biased(decision: Decision, why: str) -> Decision:

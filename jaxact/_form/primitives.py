@@ -42,6 +42,11 @@ REDUCTIONS = frozenset(
     "reduce".split()
 )
 
+# The backward pass solves with what these are given, or divides by differences of what
+# they return: that is no product, and with a rounded matrix it can be unbounded.
+SOLVERS = frozenset("triangular_solve custom_linear_solve tridiagonal_solve".split())
+FACTORIZATIONS = frozenset("lu cholesky eigh eig qr geqrf svd schur hessenberg".split())
+
 
 def is_float(v: Any) -> bool:
     """Whether a variable or literal can have a gradient."""
