@@ -15,7 +15,7 @@ from jaxact._call import Argument, arguments, trace
 from jaxact._codec import Exact, Recompute
 from jaxact._engine import Engine
 from jaxact._policy import Policy
-from jaxact._program import REFERENCED, STORED_INSIDE, Plan
+from jaxact._program import OF_PARAMETERS, REFERENCED, STORED_INSIDE, Plan
 from jaxact._residual import module_path
 
 
@@ -194,7 +194,7 @@ def _warn(policy: Policy, name: str, plans: Sequence[Plan]) -> None:
     )
     is_float = lambda d: jnp.issubdtype(d.residual.dtype, jnp.inexact)
     undecided = {d.why for d in decisions if d.rule is None and is_float(d)}
-    reasons = sorted(undecided - {REFERENCED})
+    reasons = sorted(undecided - {REFERENCED, OF_PARAMETERS})
     if wanted and reasons and not smaller:
         warnings.warn(
             f"jaxact: nothing was compressed in {name}; its residuals: "

@@ -19,6 +19,7 @@ from jaxact._policy import Decision, Policy
 from jaxact._program import (
     ACTIVATION,
     MOVES,
+    OF_PARAMETERS,
     REFERENCED,
     STORED,
     STORED_INSIDE,
@@ -31,8 +32,6 @@ from jaxact._program import (
     learn,
 )
 from jaxact._residual import Provenance
-
-_OF_PARAMETERS = "made of parameters alone"
 
 
 def plan_each(forward: Forward, flat: Flat, policy: Policy, prefix: str) -> Plan:
@@ -68,7 +67,7 @@ def plan_each(forward: Forward, flat: Flat, policy: Policy, prefix: str) -> Plan
         for v, d in decisions.items()
         if v not in again and is_coded(v, d.action, read(facts, v), inputs)
     }
-    asked = any(d.why != _OF_PARAMETERS for d in again.values())
+    asked = any(d.why != OF_PARAMETERS for d in again.values())
     if policy.recompute is not None or asked:
         coded = {v: _biased(d) for v, d in coded.items()}
     return Plan(
@@ -96,7 +95,7 @@ def _decide(
         if what.dtype == jnp.bool_:
             return policy.decide(what, largest=largest)
         action = Recompute() if what.primitive in MOVES else Exact()
-        return Decision(what, action, _OF_PARAMETERS)
+        return Decision(what, action, OF_PARAMETERS)
     return policy.decide(what, largest=largest)
 
 

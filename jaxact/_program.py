@@ -28,6 +28,7 @@ MOVES = frozenset(
 )
 
 REFERENCED = "a parameter, referenced in place"
+OF_PARAMETERS = "made of parameters alone"
 STORED_INSIDE = "stored by a compressed call inside"
 
 UNKNOWN, ACTIVATION, STORED = 1, 2, 4  # facts about a value

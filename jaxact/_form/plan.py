@@ -26,6 +26,7 @@ from jaxact._form.storage import Chooser
 from jaxact._policy import Decision, Policy
 from jaxact._program import (
     ACTIVATION,
+    OF_PARAMETERS,
     REFERENCED,
     STORED,
     STORED_INSIDE,
@@ -199,7 +200,7 @@ class _Planner:
             why = "an argument not named in activations" if known else REFERENCED
             return Decision(what, Exact(), why)
         if not known & ACTIVATION and what.dtype != jnp.bool_:
-            return Decision(what, Exact(), "made of parameters alone")
+            return Decision(what, Exact(), OF_PARAMETERS)
         return self.policy.decide(what, largest=self.largest, statistic=True)
 
     def _residual(self, v: Any) -> Residual:

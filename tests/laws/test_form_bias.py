@@ -83,7 +83,9 @@ class Measured(NamedTuple):
 @functools.cache
 def measured(name, bits):
     f, predict = CELLS[name]
-    small = jaxact.compress(f, policy=jaxact.Policy(bits=bits), activations="x")
+    small = jaxact.compress(
+        f, policy=jaxact.Policy(default=jaxact.Quantize(bits)), activations="x"
+    )
     x, g = jax.random.normal(jax.random.key(5), (2, *SHAPE))
 
     wanted = predict(np.asarray(g, np.float64), bits, np.asarray(x, np.float64))

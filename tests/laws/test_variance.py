@@ -234,7 +234,7 @@ CELLS = {
 
 def squared_errors(cell, bits):
     """Squared errors by argument: of each element, averaged; of all, for each draw."""
-    policy = jaxact.Policy(bits=bits)
+    policy = jaxact.Policy(default=jaxact.Quantize(bits))
     small = jaxact.compress(cell.f, policy=policy, activations=cell.activations)
 
     @jax.jit
