@@ -15,6 +15,15 @@ import jax
 import jax.numpy as jnp
 
 
+def layers(dtype: Any, train: bool) -> tuple[Any, Any]:
+    """The convolution and the norm that blocks are made of."""
+    conv = functools.partial(nn.Conv, use_bias=False, dtype=dtype)
+    norm = functools.partial(
+        nn.BatchNorm, use_running_average=not train, momentum=0.9, dtype=dtype
+    )
+    return conv, norm
+
+
 class Block(nn.Module):
     """Two 3x3 convolutions, added to their input [batch, height, width, channels]."""
 
@@ -24,10 +33,7 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
-        conv = functools.partial(nn.Conv, use_bias=False, dtype=self.dtype)
-        norm = functools.partial(
-            nn.BatchNorm, use_running_average=not train, momentum=0.9, dtype=self.dtype
-        )
+        conv, norm = layers(self.dtype, train)
         y = conv(self.channels, (3, 3), strides=self.stride)(x)
         y = nn.relu(norm()(y))
         y = conv(self.channels, (3, 3))(y)
@@ -50,10 +56,7 @@ class Bottleneck(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
-        conv = functools.partial(nn.Conv, use_bias=False, dtype=self.dtype)
-        norm = functools.partial(
-            nn.BatchNorm, use_running_average=not train, momentum=0.9, dtype=self.dtype
-        )
+        conv, norm = layers(self.dtype, train)
         y = nn.relu(norm()(conv(self.channels, (1, 1))(x)))
         y = conv(self.channels, (3, 3), strides=self.stride)(y)
         y = nn.relu(norm()(y))

@@ -2,9 +2,8 @@
 
 from typing import Any
 
-import jax.numpy as jnp
-
 from jaxact import _compat
+from jaxact._program import is_float as is_float
 
 # Equations that only move, copy or convert values.
 MOVES = frozenset(
@@ -46,11 +45,6 @@ REDUCTIONS = frozenset(
 # they return: that is no product, and with a rounded matrix it can be unbounded.
 SOLVERS = frozenset("triangular_solve custom_linear_solve tridiagonal_solve".split())
 FACTORIZATIONS = frozenset("lu cholesky eigh eig qr geqrf svd schur hessenberg".split())
-
-
-def is_float(v: Any) -> bool:
-    """Whether a variable or literal can have a gradient."""
-    return jnp.issubdtype(v.aval.dtype, jnp.inexact)
 
 
 def names_inside(eqn: Any) -> frozenset[str]:
