@@ -69,7 +69,8 @@ def plan_each(forward: Forward, flat: Flat, policy: Policy, prefix: str) -> Plan
     }
     asked = any(d.why != OF_PARAMETERS for d in again.values())
     if policy.recompute is not None or asked:
-        coded = {v: _biased(d) for v, d in coded.items()}
+        why = "others are recomputed from it"
+        coded = {v: d.biased(why) for v, d in coded.items()}
     return Plan(
         forward,
         coded,
@@ -128,11 +129,3 @@ def _slice(
                 seen.add(x)
                 todo.append(x)
     return tuple(Replay(eqn) for eqn in jaxpr.eqns if id(eqn) in needed)
-
-
-def _biased(decision: Decision) -> Decision:
-    """Other residuals are recomputed from it, by functions that need not be linear."""
-    if decision.bias == "exact":
-        return decision
-    why = f"{decision.why}; others are recomputed from it"
-    return dataclasses.replace(decision, bias="biased", why=why)

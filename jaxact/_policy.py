@@ -47,6 +47,12 @@ class Decision:
     rule: int | None = None
     bias: str = "exact"
 
+    def biased(self, why: str) -> "Decision":
+        """The same for a residual that something nonlinear is computed from."""
+        if self.bias == "exact":
+            return self
+        return dataclasses.replace(self, bias="biased", why=f"{self.why}; {why}")
+
 
 @dataclasses.dataclass(frozen=True)
 class Rule:

@@ -24,6 +24,14 @@ def layers(dtype: Any, train: bool) -> tuple[Any, Any]:
     return conv, norm
 
 
+def joined(x: jax.Array, y: jax.Array, stride: int, conv: Any, norm: Any) -> jax.Array:
+    """relu(x + y), with x projected to the shape of y where it has another."""
+    if x.shape != y.shape:
+        x = conv(y.shape[-1], (1, 1), strides=stride)(x)
+        x = norm()(x)
+    return nn.relu(x + y)
+
+
 class Block(nn.Module):
     """Two 3x3 convolutions, added to their input [batch, height, width, channels]."""
 
@@ -38,10 +46,7 @@ class Block(nn.Module):
         y = nn.relu(norm()(y))
         y = conv(self.channels, (3, 3))(y)
         y = norm(scale_init=nn.initializers.zeros)(y)  # each block starts as identity
-        if x.shape != y.shape:
-            x = conv(self.channels, (1, 1), strides=self.stride)(x)
-            x = norm()(x)
-        return nn.relu(x + y)
+        return joined(x, y, self.stride, conv, norm)
 
 
 class Bottleneck(nn.Module):
@@ -62,10 +67,7 @@ class Bottleneck(nn.Module):
         y = nn.relu(norm()(y))
         y = conv(4 * self.channels, (1, 1))(y)
         y = norm(scale_init=nn.initializers.zeros)(y)  # each block starts as identity
-        if x.shape != y.shape:
-            x = conv(4 * self.channels, (1, 1), strides=self.stride)(x)
-            x = norm()(x)
-        return nn.relu(x + y)
+        return joined(x, y, self.stride, conv, norm)
 
 
 class Stem(nn.Module):

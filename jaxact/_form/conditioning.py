@@ -22,8 +22,8 @@ _DEVIATIONS = {"rsqrt": False, "sqrt": True}  # is it the deviation, or its inve
 class Normalizations:
     """The normalizations over channels of one program."""
 
-    def __init__(self, jaxpr: Any) -> None:
-        self.makers = {v: e for e in jaxpr.eqns for v in e.outvars}
+    def __init__(self, jaxpr: Any, makers: dict[Any, Any]) -> None:
+        self.makers = makers
         self.users: dict[Any, list[Any]] = {}
         for eqn in jaxpr.eqns:
             for v in _compat.variables(eqn.invars):

@@ -48,12 +48,12 @@ class Cluster:
 def eliminate(edges: Edges, v: Any, times: Callable[..., Any], plus: Any) -> None:
     """Remove an inner vertex from the graph."""
     above = edges.pop(v)
-    for w, slopes in edges.items():
+    for slopes in edges.values():
         if v not in slopes:
             continue
         outer = slopes.pop(v)
         for u, inner in above.items():
-            product = times(outer, inner, w)
+            product = times(outer, inner)
             slopes[u] = plus(slopes[u], product) if u in slopes else product
 
 
@@ -83,7 +83,7 @@ def _eliminated(
     """Eliminate where the number of arrays does not grow; with the cost at the end."""
     products: dict[Any, int] = {}
 
-    def times(a: Any, b: Any, _: Any) -> Any:
+    def times(a: Any, b: Any) -> Any:
         if a is None or b is None:
             return b if a is None else a
         return products.setdefault((a, b), next(fresh))
@@ -173,7 +173,7 @@ def differentiate(
     with _compat.traced_at(cluster.eqns[-1]), jax.named_scope("derivative"):
         for v in cluster.eliminated:
             if v in edges:
-                eliminate(edges, v, lambda outer, inner, _: times(outer, inner), plus)
+                eliminate(edges, v, times, plus)
         for v, slopes in edges.items():
             terms = [
                 apply(_named(slope, cluster.names.get(u)), tangent[u], env[v])

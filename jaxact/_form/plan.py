@@ -79,15 +79,12 @@ class _Planner:
         for v in self.leaves:
             if read(self.facts, v) & STORED:
                 self.classes.set_exact(v)
-        self.chooser = Chooser(jaxpr, self.classes)
-        self.solved_with = {
-            self.classes.base.get(v)
-            for e in jaxpr.eqns
-            for v in _solved_with(e)
-            if not self.classes.is_exact(v)
-        }
+        self.chooser = Chooser(jaxpr, self.classes, makers)
+        used = [v for e in jaxpr.eqns for v in _solved_with(e)]
+        self.solved_with = set(self.chooser.bases(used))
         # A rule of its own may do anything with what it keeps.
-        self.free = {v for v in self.leaves if self._is_kept_by_a_rule(v)}
+        kept = [v for v in self.leaves if self._is_kept_by_a_rule(v)]
+        self.free = set(self.chooser.bases(kept))
 
     def _is_kept_by_a_rule(self, v: Any) -> bool:
         eqn = self.chooser.makers.get(v)
@@ -110,7 +107,7 @@ class _Planner:
         wanted = [*self.leaves, *statistics]
         kept, replayed = self.chooser.derive(wanted, stored)
         for v in self._sources(again, stored):
-            decisions[v] = _biased(decisions[v], "others are recomputed from it")
+            decisions[v] = decisions[v].biased("others are recomputed from it")
         for v in kept:
             decisions[v] = self._decide_exact(v)
         coded = {
@@ -138,7 +135,7 @@ class _Planner:
         self, decisions: dict[Any, Decision], stored: Sequence[Any]
     ) -> dict[Any, Normalized]:
         """What each rounded variable is stored through, where that is better."""
-        program, found = Normalizations(self.forward.jaxpr), {}
+        program, found = Normalizations(self.forward.jaxpr, self.chooser.makers), {}
         for v in stored:
             if decisions[v].bias == "exact":
                 continue
@@ -188,8 +185,8 @@ class _Planner:
         if decision.rule is None and v in self.solved_with:
             why = "solved with, or a factorization"
             return Decision(decision.residual, Exact(), why)
-        if any(self.classes.base.get(u) is v for u in self.free):
-            return _biased(decision, "kept for a checkpoint or a custom rule")
+        if v in self.free:
+            return decision.biased("kept for a checkpoint or a custom rule")
         return decision
 
     def _decide_exact(self, v: Any) -> Decision:
@@ -242,10 +239,3 @@ def _solved_with(eqn: Any) -> Sequence[Any]:
     if eqn.primitive.name in SOLVERS:
         return eqn.invars
     return eqn.outvars if eqn.primitive.name in FACTORIZATIONS else ()
-
-
-def _biased(decision: Decision, why: str) -> Decision:
-    if decision.bias == "exact":
-        return decision
-    why = f"{decision.why}; {why}"
-    return dataclasses.replace(decision, bias="biased", why=why)

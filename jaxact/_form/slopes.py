@@ -120,7 +120,7 @@ def times(a: Any, b: Any) -> Any:
         return _chosen(a.taken, times(a.value, b))
     if isinstance(a, int) or isinstance(b, int):
         number, other = (a, b) if isinstance(a, int) else (b, a)
-        return other if isinstance(number, int) and number == 1 else other * number
+        return other if number == 1 else other * number
     dtype = jnp.promote_types(a.dtype, b.dtype)
     return a.astype(dtype) * b.astype(dtype)
 

@@ -16,9 +16,9 @@ from jaxact._form.classes import Classes
 class Chooser:
     """What the residuals of one program need."""
 
-    def __init__(self, jaxpr: Any, classes: Classes) -> None:
+    def __init__(self, jaxpr: Any, classes: Classes, makers: dict[Any, Any]) -> None:
         self.classes = classes
-        self.makers = {v: e for e in jaxpr.eqns for v in e.outvars}
+        self.makers = makers
         self.place = {v: k for k, e in enumerate(jaxpr.eqns) for v in e.outvars}
 
     def bases(self, variables: Iterable[Any]) -> list[Any]:
