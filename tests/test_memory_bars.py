@@ -42,7 +42,9 @@ def gradient(block, size, *, scanned):
 
 def temp_bytes(block, size, *, scanned, target=None):
     step, *args = gradient(block, size, scanned=scanned)
-    return jaxact.memory(step, *args, target=target).temp_bytes
+    found = jaxact.memory(step, *args, target=target).temp_bytes
+    print(f"temp {found / MIB:.0f} MiB")
+    return found
 
 
 @needs_target

@@ -31,7 +31,9 @@ def compiled(loss, *args):
 
 
 def temp_bytes(program):
-    return program.memory_analysis().temp_size_in_bytes
+    found = program.memory_analysis().temp_size_in_bytes
+    print(f"temp {found / MIB:.0f} MiB")
+    return found
 
 
 def convolutions(program):
