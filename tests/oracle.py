@@ -124,7 +124,7 @@ def codes(values, zero_point, scale, noise16, bits):
     top = np.float32((2**bits - 1) * 65536)
     with np.errstate(over="ignore"):  # an infinity is clipped like any large value
         t = (values * np.float32(0.5) - z * np.float32(0.5)) * slope
-    fixed = np.clip(t, np.float32(0), top).astype(np.uint64)
+    fixed = np.rint(np.clip(t, np.float32(0), top)).astype(np.uint64)
     return (fixed + noise16 >> 16).astype(np.uint32)
 
 
@@ -195,15 +195,20 @@ def stored_bytes(shape, *, bits, group_size):
     return math.prod(lead) * num_groups * (group * bits // 8 + 2 + 2)
 
 
-def mask_pack(x):
-    """Booleans -> words: groups of 256 where they divide the row, else the row."""
+def index_pack(x, bits):
+    """Integers -> words: groups of 256 where they divide the row, else the row."""
     lead, row, *_ = layout(x.shape, 256)
     group = 256 if row % 256 == 0 else 32 * math.ceil(row / 32)
     num_groups = math.ceil(row / group)
-    padded = np.zeros((math.prod(lead), num_groups * group), np.uint32)
+    padded = np.zeros((math.prod(lead), num_groups * group), np.int64)
     padded[:, :row] = x.reshape(math.prod(lead), row)
-    words = [pack(codes, 1) for codes in padded.reshape(-1, group)]
-    return np.array(words, np.uint32).reshape(*lead, num_groups * group // 32)
+    words = [pack(codes % 2**bits, bits) for codes in padded.reshape(-1, group)]
+    return np.array(words, np.uint32).reshape(*lead, num_groups * group * bits // 32)
+
+
+def mask_pack(x):
+    """Booleans -> words."""
+    return index_pack(x, 1)
 
 
 def _bf16_pattern(value):

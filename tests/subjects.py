@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxact_kernels import affine, mask
+from jaxact_kernels import affine, index, mask
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +59,25 @@ class Mask:
         return "mask"
 
 
+@dataclasses.dataclass(frozen=True)
+class Index:
+    bits: int
+    dtype: str = "int32"
+    is_exact = True
+
+    def encode(self, x, seed):
+        return index.encode(x, bits=self.bits)
+
+    def decode(self, stored, shape):
+        return index.decode(stored, shape=shape, dtype=self.dtype, bits=self.bits)
+
+    def stored_bytes(self, shape):
+        return index.stored_bytes(shape, bits=self.bits)
+
+    def __str__(self):
+        return f"index{self.bits}-{self.dtype}"
+
+
 AFFINE = [
     *(Affine(bits) for bits in range(1, 9)),
     Affine(2, "bfloat16", 64),
@@ -67,7 +86,7 @@ AFFINE = [
     Affine(5, "float8_e4m3fn", 96),
     Affine(8, "float32", 64, stochastic=False),
 ]
-SUBJECTS = [*AFFINE, Mask()]
+SUBJECTS = [*AFFINE, Index(3), Index(4, "uint8"), Mask()]
 
 every_subject = pytest.mark.parametrize("subject", SUBJECTS, ids=str)
 every_affine = pytest.mark.parametrize("subject", AFFINE, ids=str)
@@ -82,8 +101,10 @@ def jitted(subject, shape):
 
 
 def sample(subject, shape, seed=0):
-    """Values a subject can store: rows of different size and place, or booleans."""
+    """Values a subject can store: rows of different size and place, or few integers."""
     rng = np.random.default_rng(seed)
+    if isinstance(subject, Index):
+        return jnp.asarray(rng.integers(0, 2**subject.bits, shape), subject.dtype)
     x = rng.standard_normal(shape)
     if subject.dtype == "bool":
         return jnp.asarray(x > 0)

@@ -34,7 +34,12 @@ def group_keys(seed: jax.Array, metadata: jax.Array) -> jax.Array:
             differ between arrays that share a seed and between `vmap` lanes, where
             the group's index is counted inside the lane.
     """
-    counter = lax.mul(_row_major_index(metadata.shape), GOLDEN)
+    return group_key(seed, _row_major_index(metadata.shape), metadata)
+
+
+def group_key(seed: jax.Array, index: jax.Array, metadata: jax.Array) -> jax.Array:
+    """The key of the group that is number `index` of its array, all `uint32`."""
+    counter = lax.mul(index, GOLDEN)
     return hash32(lax.bitwise_xor(hash32(lax.add(seed, counter)), metadata))
 
 

@@ -39,12 +39,12 @@ def pack(codes: jax.Array, bits: int) -> jax.Array:
         return slots
     # Odd widths are cut from the words of the next power of two: the codes, which cost
     # far more than the cutting, are computed once.
-    fields = []
-    for offset, width in _fields(bits):
+    parts = []
+    for offset, width in fields(bits):
         mask = np.uint32(sum(((1 << width) - 1) << i for i in range(0, 32, slot)))
         field = lax.bitwise_and(_shift_right(slots, offset), mask)
-        fields.append(_fold(field, slot, width))
-    return lax.concatenate(fields, len(lead))
+        parts.append(_fold(field, slot, width))
+    return lax.concatenate(parts, len(lead))
 
 
 def unpack(words: jax.Array, bits: int) -> jax.Array:
@@ -52,7 +52,7 @@ def unpack(words: jax.Array, bits: int) -> jax.Array:
     *lead, size = words.shape
     lanes, repeats = size // bits, _repeats(bits)
     codes, start = None, 0
-    for i, (offset, width) in enumerate(_fields(bits)):
+    for i, (offset, width) in enumerate(fields(bits)):
         inner = (1,) * (i + 1) + repeats[i + 1 :] + (lanes * widths(bits)[-1],)
         field = lax.slice_in_dim(words, start, start + lanes * width, axis=len(lead))
         field = lax.reshape(field, (*lead, *inner))
@@ -67,7 +67,7 @@ def unpack(words: jax.Array, bits: int) -> jax.Array:
     return lax.reshape(codes, (*lead, 32 * lanes))
 
 
-def _fields(bits: int) -> list[tuple[int, int]]:
+def fields(bits: int) -> list[tuple[int, int]]:
     """List (offset in the code, width) of each field."""
     sizes = widths(bits)
     return list(zip(itertools.accumulate((0, *sizes[:-1])), sizes, strict=True))

@@ -40,7 +40,7 @@ def check_error(subject, x, seed):
     assert sum(part.nbytes for part in stored) == subject.stored_bytes(x.shape)
     exact, back = (np.asarray(a).astype(np.float64) for a in (x, back))
     step = steps_per_element(subject, stored, x.shape)
-    # One scale, or half for rounding to nearest, with the 2**-16 of truncation; the
+    # One scale, or half for rounding to nearest, with the 2**-17 of rounding t; the
     # float32 of the arithmetic; and the rounding to the dtype.
     info = ml_dtypes.finfo(subject.dtype)
     bound = step * ((1 if subject.stochastic else 0.5) + 2**-15)

@@ -2,7 +2,7 @@
 
 Contract: a code is one of the two integers around the exact one, the upper with
 probability equal to the fraction f of (x - z) / s cut to 16 bits. Then E[x'] is x
-within 2**-16 s and the variance is s**2 f (1 - f). Bounds fail with probability at most
+within 2**-17 s and the variance is s**2 f (1 - f). Bounds fail with probability at most
 1e-9 for ideal noise; the seeds are fixed, so a passing test stays passed.
 """
 
@@ -73,7 +73,7 @@ def test_only_the_two_neighbours_occur(bits):
 def test_the_mean_of_draws_misses_by_noise_alone(bits):
     # Ups of one element are Binomial(DRAWS, f); their squared z-scores sum to about
     # chi-square. Fractions within 0.05 of a code are left out, so that the normal
-    # approximation holds (25 expected ups); 2**-16 of bias moves z by 0.001.
+    # approximation holds (25 expected ups); 2**-17 of bias moves z by 0.0005.
     codes, exact, _ = draws(bits)
     fraction = exact - np.floor(exact)
     far = (fraction > 0.05) & (fraction < 0.95)

@@ -3,25 +3,19 @@
 The stored format and its contracts are in `reference`.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxact_kernels import words as _words
-from jaxact_kernels.affine import reference
+from jaxact_kernels.affine._operations import Decode, Encode
 from jaxact_kernels.affine.reference import Stored
+from jaxact_kernels.dispatch import run
 from jaxact_kernels.layout import layout_of
 
-__all__ = ["Stored", "decode", "encode", "stored_bytes"]
-
-# Jitted so that a program that stores many arrays traces each shape once, and so that
-# eager calls run fused.
-_encode = jax.jit(
-    reference.encode, static_argnames=("bits", "group_size", "stochastic")
-)
-_decode = jax.jit(
-    reference.decode, static_argnames=("shape", "dtype", "bits", "group_size")
-)
+__all__ = ["Decode", "Encode", "Stored", "decode", "encode", "stored_bytes"]
 
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 
@@ -33,6 +27,7 @@ def encode(
     bits: int,
     group_size: int = 256,
     stochastic: bool = True,
+    implementation: str | None = None,
 ) -> Stored:
     """Quantize `x` to `bits` bits an element and pack it.
 
@@ -47,6 +42,7 @@ def encode(
         group_size: most elements that share a scale; a positive multiple of 32.
         stochastic: round up with probability equal to the fraction, so that the
             decoded value is `x` on average; otherwise round to nearest.
+        implementation: the only one to use; None leaves it to `choose`.
 
     Returns:
         `Stored`, `stored_bytes(x.shape, bits=bits, group_size=group_size)` bytes.
@@ -63,20 +59,24 @@ def encode(
     x = jnp.asarray(x)
     _check_bits(bits)
     _check_dtype(x.dtype, f"{x.dtype}{list(x.shape)}")
-    return _encode(
-        x, _as_seed(seed), bits=bits, group_size=group_size, stochastic=stochastic
-    )
+    operation = Encode(x.shape, x.dtype, bits, group_size, stochastic)
+    return run(operation, x, _as_seed(seed), implementation=implementation)
 
 
 def decode(
     stored: Stored,
-    *,
+    *operands: jax.Array,
     shape: tuple[int, ...],
     dtype,
     bits: int,
     group_size: int = 256,
+    then: Callable[..., jax.Array] | None = None,
+    implementation: str | None = None,
 ) -> jax.Array:
     """Return the array of `shape` and `dtype` that `encode` stored.
+
+    With `then`, return `then(x, *operands)` instead: a kernel applies it to what it has
+    just decoded, so that x itself is never in memory.
 
     Args:
         stored: what `encode` returned for an array of `shape`, the same `bits` and the
@@ -86,6 +86,10 @@ def decode(
             one may overflow.
         bits: as encoded.
         group_size: as encoded.
+        *operands: further arguments of `then`, arrays of `shape`.
+        then: an elementwise function, of no other arrays than these; its result has
+            `shape`.
+        implementation: the only one to use; None leaves it to `choose`.
 
     Raises:
         ValueError: the stored arrays do not have the shapes these options imply.
@@ -94,9 +98,9 @@ def decode(
     _check_bits(bits)
     _check_dtype(jnp.dtype(dtype), str(jnp.dtype(dtype)))
     _check_stored(stored, shape, bits, group_size)
-    return _decode(
-        stored, shape=shape, dtype=jnp.dtype(dtype), bits=bits, group_size=group_size
-    )
+    operation = Decode(shape, jnp.dtype(dtype), bits, group_size, then, len(operands))
+    _check_then(operation, operands)
+    return run(operation, *stored, *operands, implementation=implementation)
 
 
 def stored_bytes(shape: tuple[int, ...], *, bits: int, group_size: int = 256) -> int:
@@ -136,6 +140,27 @@ def _check_dtype(dtype: np.dtype, given: str) -> None:
             f"got {given}; the affine format holds {', '.join(_DTYPES)} and signed "
             "float8; use jaxact_kernels.mask for booleans and keep other dtypes as "
             "they are"
+        )
+
+
+def _check_then(operation: Decode, operands) -> None:
+    then, shape = operation.then, operation.shape
+    if then is None and operands:
+        raise ValueError(f"got {len(operands)} operands; they are arguments of `then`")
+    if any(operand.shape != shape for operand in operands):
+        raise ValueError(
+            f"got operands of shapes {[operand.shape for operand in operands]}; each "
+            f"goes with the decoded elements, so it requires the shape {shape}; "
+            "broadcast it first"
+        )
+    if then is None:
+        return
+    x = jax.ShapeDtypeStruct(shape, operation.dtype)
+    out = jax.eval_shape(then, x, *operands)
+    if getattr(out, "shape", None) != shape:
+        raise ValueError(
+            f"`then` returned {out}; it is elementwise and requires one array of shape "
+            f"{shape}; do the rest after decoding"
         )
 
 

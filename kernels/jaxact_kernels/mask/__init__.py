@@ -1,31 +1,53 @@
-"""Booleans at one bit each, without loss."""
+"""Booleans at one bit each, without loss; and comparisons, packed as they are made."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxact_kernels.mask import reference
 
 __all__ = ["decode", "encode", "stored_bytes"]
 
+# Jitted so that a program that stores many arrays traces each shape once, and so that
+# eager calls run fused.
+_encode = jax.jit(reference.encode)
+_decode = jax.jit(reference.decode, static_argnames="shape")
 
-def encode(x: jax.Array) -> jax.Array:
-    """Pack booleans of any shape into `uint32[*lead, num_words]`.
+
+def encode(x: jax.Array, *, above: jax.typing.ArrayLike | None = None) -> jax.Array:
+    """Pack booleans, or `x > above`, of any shape into `uint32[*lead, num_words]`.
+
+    `encode(x, above=t)` gives the bits of `encode(x > t)` and never makes an array of
+    booleans. It compares in the dtype of `x`, to which the threshold is converted as
+    `x > t` does, to nearest; NaN is above nothing.
+
+    Args:
+        x: booleans; or, with `above`, integers or floating point. Any shape.
+        above: a number or a scalar, which may be traced. `x > above` must be a
+            comparison in the dtype of `x`: no float for integers, no float32 array for
+            bfloat16.
 
     Raises:
-        ValueError: `x` is not boolean.
+        ValueError: `x` is not boolean and there is no `above`, or the other way round;
+            or `above` is not of the kind above; when traced.
 
     Example:
         >>> encode(jnp.arange(64) % 2 == 1)
         Array([         0, 4294967295], dtype=uint32)
+        >>> encode(jnp.arange(64.0) - 32, above=-0.5)
+        Array([4294901760, 4294901760], dtype=uint32)
     """
     x = jnp.asarray(x)
+    given = f"got {x.dtype}{list(x.shape)}"
+    if above is not None:
+        return _encode(x, _threshold(x, above, given))
     if x.dtype != np.bool_:
         raise ValueError(
-            f"got {x.dtype}{list(x.shape)}; a mask is boolean; compare first (x > 0), "
-            "or use jaxact_kernels.affine for floats"
+            f"{given} and no threshold; a mask is boolean; pass above=0 to store "
+            "x > 0, compare first, or use jaxact_kernels.affine for floats"
         )
-    return reference.encode(x)
+    return _encode(x)
 
 
 def decode(words: jax.Array, *, shape: tuple[int, ...]) -> jax.Array:
@@ -41,7 +63,7 @@ def decode(words: jax.Array, *, shape: tuple[int, ...]) -> jax.Array:
             f"got words {words.dtype}{list(words.shape)}; a mask of shape {shape} "
             f"requires uint32{list(required)}; pass the shape that was encoded"
         )
-    return reference.decode(words, shape=shape)
+    return _decode(words, shape=shape)
 
 
 def stored_bytes(shape: tuple[int, ...]) -> int:
@@ -51,3 +73,37 @@ def stored_bytes(shape: tuple[int, ...]) -> int:
     1024
     """
     return reference.stored_bytes(tuple(shape))
+
+
+def _threshold(x: jax.Array, above: jax.typing.ArrayLike, given: str) -> jax.Array:
+    """`above` as a scalar of the dtype of `x`."""
+    is_integer = jnp.issubdtype(x.dtype, np.integer)
+    if not is_integer and not jnp.issubdtype(x.dtype, np.floating):
+        raise ValueError(
+            f"{given} and above={above}; a comparison requires integers or floating "
+            "point; leave above out for booleans"
+        )
+    if jnp.shape(above):
+        raise ValueError(
+            f"{given} and a threshold of shape {jnp.shape(above)}; it requires a "
+            "scalar; compare first (x > thresholds) if each element has its own"
+        )
+    with jax.numpy_dtype_promotion("standard"):
+        common = jnp.result_type(x.dtype, above)
+    if common != x.dtype:
+        raise ValueError(
+            f"{given} and above={above}; x > above would compare in {common}, and the "
+            f"comparison requires {x.dtype}; convert the threshold, with "
+            f"jnp.{'floor' if is_integer else 'asarray'}(above).astype(x.dtype)"
+        )
+    if isinstance(above, int | np.integer):
+        range_ = jnp.iinfo(x.dtype if is_integer else np.int32)
+        if not range_.min <= above <= range_.max:
+            raise ValueError(
+                f"{given} and above={above}; an integer threshold requires a value "
+                f"from {range_.min} to {range_.max}; pass a float for floating point, "
+                "or compare first"
+            )
+    # By way of an array, as x > above does: a Python float becomes float32 before it
+    # becomes bfloat16.
+    return lax.convert_element_type(jnp.asarray(above), x.dtype)

@@ -1,0 +1,164 @@
+"""The arithmetic of one group: from its extremes to its metadata, and back to values.
+
+Every implementation of the affine format calls these functions on an array with one
+element a group, so that they cannot disagree on it. They call `lax`, in 32 bits and
+elementwise, because that is what all of them can compile.
+
+No result depends on whether a compiler contracts a product and a sum: each product that
+is added to something is exact.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+CONSTANT = np.uint32(0x8000)  # sign of a scale: the group holds one value
+NAN = np.uint32(0x7FC0)  # zero point of a group with a NaN; its scale is 0
+SMALLEST_SCALE = np.float32(2.0**-108)  # 2**17 / it is finite: 2**125
+HIGH_HALF = np.uint32(0xFFFF0000)
+ONE = np.uint32(1)
+HALF = np.float32(0.5)
+F32_MAX = float(np.finfo(np.float32).max)
+
+
+def largest(dtype) -> np.float32:
+    """The largest bfloat16 that `dtype` can hold."""
+    return (_max(dtype).view(np.uint32) & HIGH_HALF).view(np.float32)
+
+
+def metadata(lo: jax.Array, hi: jax.Array, bits: int, dtype) -> jax.Array:
+    """Zero point and scale, in one `uint32`, of groups that span `lo` to `hi`.
+
+    Both are finite, or `lo` is NaN for a group with a NaN.
+    """
+    lo, hi = _flush(lo), _flush(hi)
+    zero_point = _bf16_below(lax.max(lo, -largest(dtype)))
+    scale = _covering_scale(float_of(zero_point), hi, bits, dtype)
+    sloped = lax.bitwise_or(zero_point, scale)
+    stored = lax.select(lax.eq(lo, hi), _constant_metadata(lo), sloped)
+    return put(NAN << np.uint32(16), lax.ne(lo, lo), stored)
+
+
+def encoding_line(
+    lo: jax.Array, metadata: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """For each group: z/2, 2**17/s, and the last bit of a constant times 65536.
+
+    A constant group's slope is 0 and so is that of a group with a NaN: the last bit is
+    then what is left of the one formula for elements.
+    """
+    zero_point, scale = _halves(metadata)
+    # A constant's scale has a sign, a NaN's is 0.
+    is_sloped = lax.gt(lax.bitcast_convert_type(scale, np.int32), np.int32(0))
+    slope = put(np.float32(0), lax.bitwise_not(is_sloped), _slope(scale))
+    is_constant = lax.shift_right_logical(metadata, np.uint32(15))  # in its last bit
+    last_bit = lax.bitwise_and(lax.bitwise_and(pattern(lo), is_constant), ONE)
+    base = lax.shift_left(last_bit, np.uint32(16))
+    return lax.mul(float_of(zero_point), HALF), slope, base
+
+
+def decoding_line(metadata: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """For each group: z/u, s/u and u, with which x' = (z/u + s/u * code) * u.
+
+    The unit u is 2, and 2**-64 for a small constant, whose last bit may be subnormal.
+    """
+    zero_point, scale = _halves(metadata)
+    is_constant = lax.ge(scale, CONSTANT << np.uint32(16))
+    next15 = lax.bitwise_and(lax.shift_left(metadata, ONE), np.uint32(0xFFFE))
+    constant = lax.bitwise_or(zero_point, next15)
+    z = float_of(lax.select(is_constant, constant, zero_point))
+    is_small = lax.bitwise_and(is_constant, lax.lt(lax.abs(z), np.float32(1)))
+    unit = put(np.float32(2.0**-64), is_small, lax.full_like(z, 2))
+    inverse = put(np.float32(2.0**64), is_small, lax.full_like(z, HALF))
+    zero = lax.mul(z, inverse)
+    above = float_of(lax.bitwise_or(constant, ONE))
+    ulp = lax.sub(lax.mul(above, inverse), zero)
+    step = lax.select(is_constant, ulp, lax.mul(float_of(scale), inverse))
+    return zero, step, unit
+
+
+def _slope(scale: jax.Array) -> jax.Array:
+    """2**17 / s, correctly rounded, for the pattern of a positive bfloat16 s.
+
+    In integers, as the division of some compilers is only within two units. With
+    s = m * 2**(e - 134) and 128 <= m < 256, 2**31 / m rounded to an integer has the 24
+    bits of the result; there is no tie, as 2**31 / m is an integer or has an odd m.
+    """
+    exponent = lax.shift_right_logical(scale, np.uint32(23))
+    low = lax.bitwise_and(lax.shift_right_logical(scale, np.uint32(16)), np.uint32(127))
+    m = lax.bitwise_or(low, np.uint32(128))
+    half = lax.shift_right_logical(m, ONE)
+    quotient = lax.div(lax.add(half, np.uint32(2**31)), m)
+    # The leading bit of the quotient, 2**23, adds one to the exponent.
+    shifted = lax.shift_left(lax.sub(np.uint32(269), exponent), np.uint32(23))
+    return float_of(lax.add(shifted, quotient))
+
+
+def _flush(x: jax.Array) -> jax.Array:
+    # -0 and subnormals become +0: which of two zeros a minimum returns is open, and
+    # XLA:CPU compares subnormals as zeros where other devices do not.
+    return put(np.float32(0), lax.lt(lax.abs(x), np.finfo(np.float32).tiny), x)
+
+
+def _constant_metadata(value: jax.Array) -> jax.Array:
+    """The high 16 bits of `value`, the constant's sign, the next 15 bits."""
+    bits = pattern(value)
+    next15 = lax.bitwise_and(lax.shift_right_logical(bits, ONE), np.uint32(0x7FFF))
+    high = lax.bitwise_or(lax.bitwise_and(bits, HIGH_HALF), CONSTANT)
+    return lax.bitwise_or(high, next15)
+
+
+def _halves(metadata: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Patterns of zero point and scale as float32, 32 bits each."""
+    return (
+        lax.bitwise_and(metadata, HIGH_HALF),
+        lax.shift_left(metadata, np.uint32(16)),
+    )
+
+
+def _covering_scale(z: jax.Array, hi: jax.Array, bits: int, dtype) -> jax.Array:
+    """Least bfloat16 scale that reaches `hi`; one less if it overflows `dtype`."""
+    steps = 2**bits - 1
+    half_z = lax.mul(z, HALF)
+    half_range = lax.sub(lax.mul(hi, HALF), half_z)
+    exact = lax.mul(half_range, np.float32(2 / steps))
+    exact = lax.clamp(SMALLEST_SCALE, exact, largest(dtype))
+    above = lax.add(pattern(exact), np.uint32(0xFFFF))
+    half_span = lax.mul(
+        float_of(lax.bitwise_and(above, HIGH_HALF)), np.float32(steps / 2)
+    )
+    overflows = lax.gt(lax.add(half_z, half_span), _max(dtype) * HALF)
+    scale = lax.shift_right_logical(above, np.uint32(16))
+    return lax.sub(scale, lax.convert_element_type(overflows, np.uint32))
+
+
+def _max(dtype) -> np.float32:
+    return np.float32(min(float(jnp.finfo(dtype).max), F32_MAX))
+
+
+def _bf16_below(x: jax.Array) -> jax.Array:
+    """Bits of the greatest bfloat16 <= x: truncation, away from zero if negative.
+
+    They are the high half; the low one is 0. `x` is not -0.
+    """
+    bits = pattern(x)
+    is_negative = lax.shift_right_logical(bits, np.uint32(31))
+    away = lax.add(bits, lax.mul(is_negative, np.uint32(0xFFFF)))
+    return lax.bitwise_and(away, HIGH_HALF)
+
+
+def put(value, where: jax.Array, x: jax.Array) -> jax.Array:
+    """`x` with `value` in some places."""
+    # `full_like`, as an array of `lax.full` would not be sharded like x.
+    return lax.select(where, lax.full_like(x, value), x)
+
+
+def pattern(x: jax.Array) -> jax.Array:
+    """The bits of a float32."""
+    return lax.bitcast_convert_type(x, np.uint32)
+
+
+def float_of(pattern: jax.Array) -> jax.Array:
+    """The float32 with these bits."""
+    return lax.bitcast_convert_type(pattern, np.float32)

@@ -1,0 +1,394 @@
+"""The affine format by Pallas through Mosaic GPU: NVIDIA GPUs from Hopper on.
+
+A warpgroup reads a block of groups once and keeps it in registers, as tiles (see
+`tiles`); a group lies in neighbouring lanes of one warp. Almost all blocks are finite;
+only the others branch to find their finite extremes.
+"""
+
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import fragmented_array
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxact_kernels import noise, words
+from jaxact_kernels.affine import group
+from jaxact_kernels.affine.config import Config, heuristic
+from jaxact_kernels.affine.reference import NEAREST, Stored
+from jaxact_kernels.device import Device
+from jaxact_kernels.layout import Layout, layout_of
+from jaxact_kernels.numbering import Numbering
+from jaxact_kernels.tiles import Tiles
+
+WARPS = 4  # of a warpgroup, which Mosaic GPU programs as one
+LANES = 32  # of a warp
+THREADS = WARPS * LANES
+WIDEST = 16  # bytes of the widest load
+MOST_PER_THREAD = 64  # elements that a thread can keep in registers
+
+# A float in [MAGIC, 2 * MAGIC) has an integer in its low 23 bits: adding MAGIC rounds
+# to it, ties to even.
+MAGIC = np.float32(2.0**23)
+MAGIC_BITS = np.uint32(0x4B000000)
+FRACTION = np.uint32(0xFFFF)  # the bits of a fixed-point code below 1
+
+# What a thread holds is said here, not inferred; jax before 0.12 knows no other way.
+_LANE = (
+    {"lowering_semantics": plgpu.LoweringSemantics.Lane}
+    if hasattr(plgpu, "LoweringSemantics")
+    else {}
+)
+
+
+def encode(
+    x: jax.Array,
+    seed: jax.Array,
+    origin: jax.Array | None = None,
+    *,
+    bits: int,
+    group_size: int,
+    stochastic: bool,
+    numbering: Numbering | None = None,
+    config: Config | None = None,
+    interpret: bool = False,
+) -> Stored:
+    """See `jaxact_kernels.affine.encode`; and `numbering` for a shard's groups."""
+    layout = layout_of(x.shape, group_size)
+    tiles = _tiles(layout, bits, x.dtype, config)
+    scalars = [lax.reshape(s, (1,)) for s in (seed, origin) if s is not None]
+    num_words = words.num_words(layout.group, bits)
+    kernel = functools.partial(
+        _encode,
+        tiles=tiles,
+        dtype=x.dtype,
+        stochastic=stochastic,
+        numbering=numbering or Numbering((layout.total_groups,), (1,)),
+    )
+    packed, metadata = _call(
+        kernel,
+        tiles,
+        [
+            jax.ShapeDtypeStruct((layout.total_groups, num_words), np.uint32),
+            jax.ShapeDtypeStruct((layout.total_groups,), np.uint32),
+        ],
+        name="affine_encode",
+        interpret=interpret,
+    )(lax.reshape(x, (layout.total_groups, layout.group)), *scalars)
+    lead = (*layout.lead, layout.num_groups)
+    return Stored(lax.reshape(packed, (*lead, num_words)), lax.reshape(metadata, lead))
+
+
+def decode(
+    stored: Stored,
+    *operands: jax.Array,
+    shape: tuple[int, ...],
+    dtype,
+    bits: int,
+    group_size: int,
+    then: Callable[..., jax.Array] | None = None,
+    config: Config | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """See `jaxact_kernels.affine.decode`."""
+    layout = layout_of(shape, group_size)
+    tiles = _tiles(layout, bits, dtype, config)
+    num_words = words.num_words(layout.group, bits)
+    elements = layout.total_groups, layout.group
+    out = jax.ShapeDtypeStruct(shape, dtype)
+    if then is not None:
+        out = jax.eval_shape(then, out, *operands)
+    x = _call(
+        functools.partial(_decode, tiles=tiles, dtype=np.dtype(dtype), then=then),
+        tiles,
+        jax.ShapeDtypeStruct(elements, out.dtype),
+        name="affine_decode",
+        interpret=interpret,
+    )(
+        lax.reshape(stored.words, (layout.total_groups, num_words)),
+        lax.reshape(stored.metadata, (layout.total_groups,)),
+        *(lax.reshape(operand, elements) for operand in operands),
+    )
+    return lax.reshape(x, shape)
+
+
+def declines(
+    layout: Layout, dtype, bits: int, device: Device | None = None
+) -> str | None:
+    """Why these kernels cannot serve an array on a device; None where they can."""
+    capability = None if device is None else device.capability
+    if device is not None and capability is not None and capability < (9, 0):
+        major, minor = capability
+        return f"Mosaic GPU needs capability 9.0; {device.kind} has {major}.{minor}"
+    if np.dtype(dtype).name not in ("float32", "bfloat16", "float16"):
+        return f"the kernels read float32, bfloat16 and float16, not {dtype}"
+    if layout.padding:
+        return (
+            f"a row of {layout.length} elements needs padding, which the Mosaic GPU "
+            "kernels do not mask"
+        )
+    lanes = _most_lanes(Tiles(layout, bits, 1))
+    if layout.group > MOST_PER_THREAD * lanes:
+        return (
+            f"codes of {bits} bits in groups of {layout.group} leave each thread "
+            f"{layout.group // lanes} elements, more than {MOST_PER_THREAD}"
+        )
+    if layout.total_groups < THREADS // lanes:
+        return (
+            f"the array has {layout.total_groups} groups, fewer than a block's "
+            f"{THREADS // lanes}"
+        )
+    return None
+
+
+def _call(kernel: Callable, tiles: Tiles, out_type, *, name: str, interpret: bool):
+    options = {"interpret": plgpu.InterpretGPUParams()} if interpret else {}
+    return plgpu.kernel(
+        kernel,
+        out_type=out_type,
+        grid=(tiles.num_blocks,),
+        grid_names=("block",),
+        kernel_name=name,
+        # A barrier at each store would order it with reads of the same memory.
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, **_LANE),
+        **options,
+    )
+
+
+def _tiles(layout: Layout, bits: int, dtype, config: Config | None) -> Tiles:
+    """How groups are cut: at least so many a block that no thread is without work."""
+    reason = declines(layout, dtype, bits)
+    if reason is not None:
+        raise ValueError(reason)
+    config = config or heuristic(layout.group, np.dtype(dtype).itemsize)
+    groups = min(config.groups, 1 << layout.total_groups.bit_length() - 1)
+    return Tiles(
+        layout, bits, max(groups, THREADS // _lanes(Tiles(layout, bits, groups)))
+    )
+
+
+def _lanes(tiles: Tiles) -> int:
+    """Lanes that share a group, all with equally many elements of a tile."""
+    return min(_most_lanes(tiles), max(1, THREADS // tiles.groups))
+
+
+def _most_lanes(tiles: Tiles) -> int:
+    return math.gcd(tiles.width, LANES)
+
+
+def _encode(x_ref, *refs, tiles, dtype, stochastic, numbering):
+    block = _Block(tiles, dtype)
+    *scalars, words_ref, metadata_ref = refs
+    draw = (*(ref[0] for ref in scalars), numbering) if stochastic else None
+    xs = [block.load(x_ref, k * tiles.width) for k in range(tiles.count)]
+    lo, hi = _extremes(xs, group.largest(dtype))
+    metadata = group.metadata(lo, hi, tiles.bits, dtype)
+    block.store_groups(metadata_ref, metadata)
+    code = _code(block, group.encoding_line(lo, metadata))
+    codes: list = [None] * tiles.count
+    for k, (low, high) in enumerate(_noise_pairs(block, draw, metadata)):
+        partner = k + tiles.count // 2
+        codes[k], codes[partner] = code(xs[k], low), code(xs[partner], high)
+    for first, packed in tiles.pack(codes):
+        block.store(words_ref, first, packed)
+
+
+def _decode(words_ref, metadata_ref, *refs, tiles, dtype, then):
+    *operand_refs, out_ref = refs
+    block = _Block(tiles, dtype)
+    line = group.decoding_line(block.load_groups(metadata_ref))
+    zero, step, unit = (block.spread(end) for end in line)
+    packed = {first: block.load(words_ref, first) for first in tiles.first_words()}
+    for k in range(tiles.count):
+        code = lax.bitwise_or(tiles.unpack(k, packed), MAGIC_BITS)
+        code = lax.sub(group.float_of(code), MAGIC)
+        x = lax.mul(lax.add(zero, lax.mul(step, code)), unit)
+        x = lax.convert_element_type(x, dtype)
+        start = k * tiles.width
+        if then is not None:
+            x = then(x, *(block.load(ref, start) for ref in operand_refs))
+        block.store(out_ref, start, x)
+
+
+def _extremes(xs, big):
+    """Least and greatest finite element of each group; NaN where there is a NaN.
+
+    Unlike Triton's, `min` and `max` here keep a NaN.
+    """
+    lo, hi = _over_group(xs, xs)
+    is_finite = lax.lt(lax.max(lax.abs(lo), lax.abs(hi)), np.float32(np.inf))
+    others = lax.convert_element_type(lax.bitwise_not(is_finite), np.int32)
+
+    def any_other():
+        wide = [lax.convert_element_type(x, np.float32) for x in xs]
+        infinite = [lax.eq(lax.abs(x), np.float32(np.inf)) for x in wide]
+        los = [group.put(big, i, x) for i, x in zip(infinite, wide, strict=True)]
+        his = [group.put(-big, i, x) for i, x in zip(infinite, wide, strict=True)]
+        lo, hi = _over_group(los, his)
+        return lax.min(lo, hi), lax.max(lo, hi)
+
+    all_finite = lax.eq(jnp.max(others), np.int32(0))
+    return lax.cond(all_finite, lambda: (lo, hi), any_other)
+
+
+def _over_group(los, his):
+    lo, hi = functools.reduce(lax.min, los), functools.reduce(lax.max, his)
+    lo, hi = (lax.convert_element_type(end, np.float32) for end in (lo, hi))
+    return jnp.min(lo, axis=1), jnp.max(hi, axis=1)
+
+
+def _code(block, line):
+    """How to round elements to codes, given noise of 16 bits.
+
+    As `reference._fixed_point` and `round_fixed_point`, but clipped in integers: below
+    by the pattern of a float, which is negative where the float is, and above after the
+    noise, as min(t, top) + noise and min(t + noise, top + 65535) have one high half.
+    A NaN, of an infinity times a slope of 0, goes to either end, which is then `base`.
+    """
+    bits = block.tiles.bits
+    half_zero, slope, base = line
+    offset = MAGIC_BITS if bits < 8 else np.uint32(0)
+    top = np.uint32((2**bits - 1) * 65536)
+    is_flat = lax.eq(slope, np.float32(0))
+    end = lax.add(lax.select(is_flat, base, lax.full_like(base, top)), FRACTION)
+    end = block.spread(lax.add(end, offset))
+    start = block.spread(lax.add(base, offset))
+    half_zero, slope = block.spread(half_zero), block.spread(slope)
+
+    def code(x, noise16):
+        x = lax.convert_element_type(x, np.float32)
+        t = lax.mul(lax.sub(lax.mul(x, np.float32(0.5)), half_zero), slope)
+        # Not a maximum of floats: that would keep a NaN, and let a compiler contract
+        # the product with the sum below, which then rounds once and not twice.
+        t = lax.max(lax.bitcast_convert_type(t, np.int32), np.int32(0))
+        t = lax.bitcast_convert_type(t, np.float32)
+        if bits < 8:
+            fixed = group.pattern(lax.add(t, group.float_of(start)))
+        else:  # no room for 24 bits in a float's low 23
+            t = lax.round(
+                lax.min(t, np.float32(top)), lax.RoundingMethod.TO_NEAREST_EVEN
+            )
+            t = lax.convert_element_type(t, np.int32)
+            fixed = lax.add(lax.bitcast_convert_type(t, np.uint32), start)
+        fixed = lax.min(lax.add(fixed, noise16), end)
+        fixed = lax.shift_right_logical(fixed, np.uint32(16))
+        return lax.bitwise_and(fixed, np.uint32(2**bits - 1))
+
+    return code
+
+
+def _noise_pairs(block, draw, metadata):
+    """The two halves of each hash: noise of tile k, and of the tile half a group on."""
+    tiles = block.tiles
+    half = tiles.count // 2
+    if draw is None:
+        return [(NEAREST, NEAREST)] * half
+    seed, *origin, numbering = draw
+    number = numbering.of(block.number())
+    for first in origin:
+        number = lax.add(first, number)
+    key = noise.group_key(seed, number, metadata)
+    first = lax.add(block.spread(key), lax.mul(block.place(), noise.GOLDEN))
+    pairs = []
+    for k in range(half):
+        step = np.uint32(k * tiles.width * int(noise.GOLDEN) % 2**32)
+        bits = noise.hash32(lax.add(first, step))
+        low = lax.bitwise_and(bits, FRACTION)
+        pairs.append((low, lax.shift_right_logical(bits, np.uint32(16))))
+    return pairs
+
+
+class _Block:
+    """The groups of the running program, and which thread holds what of them.
+
+    Attributes:
+        tiles: how groups are cut.
+        shape: of a tile of all groups: `(groups, width)`.
+    """
+
+    def __init__(self, tiles: Tiles, dtype: np.dtype):
+        """Call inside a kernel whose grid is `(tiles.num_blocks,)`."""
+        self.tiles = tiles
+        self.shape = tiles.groups, tiles.width
+        self._of_tile = _layout(tiles, dtype.itemsize)
+        self._of_groups = self._of_tile.reduce(1)
+        # The last block begins early enough to be whole: it computes some groups of the
+        # one before again, and writes there what that wrote.
+        last = np.int32(tiles.layout.total_groups - tiles.groups)
+        self._first = lax.min(lax.axis_index("block") * np.int32(tiles.groups), last)
+
+    def number(self) -> jax.Array:
+        """Each group's number in the array, `uint32`."""
+        number = lax.iota(np.uint32, self.tiles.groups)
+        number = plgpu.layout_cast(number, self._of_groups)
+        return lax.add(number, lax.convert_element_type(self._first, np.uint32))
+
+    def place(self) -> jax.Array:
+        """Each element's place in its tile, `uint32`."""
+        place = lax.broadcasted_iota(np.uint32, self.shape, 1)
+        return plgpu.layout_cast(place, self._of_tile)
+
+    def spread(self, x: jax.Array) -> jax.Array:
+        """Repeat a value for each group over a tile."""
+        x = lax.broadcast_in_dim(x, self.shape, (0,))
+        return plgpu.layout_cast(x, self._of_tile)
+
+    def load(self, ref: Any, start: int) -> jax.Array:
+        """Load the tile whose first column is `start`."""
+        return _load(self._columns(ref, start), self._of_tile)
+
+    def store(self, ref: Any, start: int, x: jax.Array) -> None:
+        """Store a tile whose first column is `start`."""
+        _store(self._columns(ref, start), x)
+
+    def load_groups(self, ref: Any) -> jax.Array:
+        """Load one value for each group."""
+        return _load(ref.at[self._rows], self._of_groups)
+
+    def store_groups(self, ref: Any, x: jax.Array) -> None:
+        """Store one value for each group."""
+        _store(ref.at[self._rows], x)
+
+    @property
+    def _rows(self) -> Any:
+        return pl.ds(self._first, self.tiles.groups)
+
+    def _columns(self, ref: Any, start: int) -> Any:
+        return ref.at[self._rows, pl.ds(start, self.tiles.width)]
+
+
+def _layout(tiles: Tiles, item_bytes: int) -> Any:
+    """Which thread holds what of a tile: of all tiles the same, in wide loads."""
+    lanes = _lanes(tiles)
+    vector = math.gcd(tiles.width // lanes, WIDEST // item_bytes)
+    columns, rows = lanes * vector, LANES // lanes
+    layout = fragmented_array.TiledLayout(
+        fragmented_array.Tiling(((WARPS * rows, columns), (rows, columns), (vector,))),
+        warp_dims=(-5,),
+        lane_dims=(-3, -2),
+        vector_dim=-1,
+        _check_canonical=False,
+    ).canonicalize()
+    return plgpu.Layout.TILED(
+        layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim
+    )
+
+
+def _load(ref: Any, layout: Any) -> jax.Array:
+    # jax before 0.12 takes an index apart from the reference.
+    index = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()
+    return plgpu.load(ref, *index, layout=layout, optimized=False)
+
+
+def _store(ref: Any, x: jax.Array) -> None:
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, x, optimized=False)
+    else:  # jax before 0.12, where an assignment is not checked to be fast
+        ref[...] = x

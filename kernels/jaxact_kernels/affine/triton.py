@@ -1,0 +1,324 @@
+"""The affine format by Pallas through Triton: NVIDIA GPUs from Ampere on.
+
+A program reads a block of groups once and keeps it in registers, as tiles (see
+`tiles`). Extremes are taken over tiles, elementwise, and then over the lanes of one
+tile. Almost all blocks hold ordinary numbers, for which the definition has shortcuts;
+the others branch to the definition itself.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from jaxact_kernels import noise, words
+from jaxact_kernels.affine import group
+from jaxact_kernels.affine.config import Config, heuristic
+from jaxact_kernels.affine.reference import NEAREST, Stored
+from jaxact_kernels.block import Block, elements_shape, output
+from jaxact_kernels.device import Device
+from jaxact_kernels.layout import Layout, layout_of
+from jaxact_kernels.numbering import Numbering
+from jaxact_kernels.tiles import Tiles
+
+# A float in [MAGIC, 2 * MAGIC) has an integer in its low 23 bits: adding MAGIC rounds
+# to it, ties to even, in one instruction that no device's converter slows down.
+MAGIC = np.float32(2.0**23)
+MAGIC_BITS = np.uint32(0x4B000000)
+MOST_PER_GROUP = 4096
+ORDINARY = np.float32(2.0**110)  # 2**10 elements of this size still have a finite sum
+
+
+def encode(
+    x: jax.Array,
+    seed: jax.Array,
+    origin: jax.Array | None = None,
+    *,
+    bits: int,
+    group_size: int,
+    stochastic: bool,
+    numbering: Numbering | None = None,
+    config: Config | None = None,
+    interpret: bool = False,
+) -> Stored:
+    """See `jaxact_kernels.affine.encode`; and `numbering` for a shard's groups."""
+    layout = layout_of(x.shape, group_size)
+    config = config or heuristic(layout.group, x.dtype.itemsize)
+    tiles = Tiles(layout, bits, config.groups)
+    scalars = [lax.reshape(s, (1,)) for s in (seed, origin) if s is not None]
+    num_words = words.num_words(layout.group, bits)
+    kernel = functools.partial(
+        _encode,
+        tiles=tiles,
+        dtype=x.dtype,
+        stochastic=stochastic,
+        numbering=numbering or Numbering((layout.total_groups,), (1,)),
+        interpret=interpret,
+    )
+    packed, metadata = pl.pallas_call(
+        kernel,
+        grid=(tiles.num_blocks,),
+        out_shape=[
+            output((layout.total_groups, num_words), np.uint32),
+            output((layout.total_groups,), np.uint32),
+        ],
+        name="affine_encode",
+        compiler_params=plt.CompilerParams(num_warps=config.num_warps, num_stages=1),
+        interpret=interpret,
+    )(lax.reshape(x, elements_shape(layout)), *scalars)
+    lead = (*layout.lead, layout.num_groups)
+    return Stored(lax.reshape(packed, (*lead, num_words)), lax.reshape(metadata, lead))
+
+
+def decode(
+    stored: Stored,
+    *operands: jax.Array,
+    shape: tuple[int, ...],
+    dtype,
+    bits: int,
+    group_size: int,
+    then: Callable[..., jax.Array] | None = None,
+    config: Config | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """See `jaxact_kernels.affine.decode`."""
+    layout = layout_of(shape, group_size)
+    config = config or heuristic(layout.group, np.dtype(dtype).itemsize)
+    tiles = Tiles(layout, bits, config.groups)
+    num_words = words.num_words(layout.group, bits)
+    out = jax.ShapeDtypeStruct(shape, dtype)
+    if then is not None:
+        out = jax.eval_shape(then, out, *operands)
+    x = pl.pallas_call(
+        functools.partial(_decode, tiles=tiles, dtype=dtype, then=then),
+        grid=(tiles.num_blocks,),
+        out_shape=output(elements_shape(layout), out.dtype),
+        name="affine_decode",
+        compiler_params=plt.CompilerParams(num_warps=config.num_warps, num_stages=1),
+        interpret=interpret,
+    )(
+        lax.reshape(stored.words, (layout.total_groups, num_words)),
+        lax.reshape(stored.metadata, (layout.total_groups,)),
+        *(lax.reshape(operand, elements_shape(layout)) for operand in operands),
+    )
+    return lax.reshape(x, shape)
+
+
+def declines(layout: Layout, dtype, bits: int, device: Device) -> str | None:
+    """Why these kernels cannot serve an array on a device; None where they can."""
+    del bits  # any
+    if device.capability is not None and device.capability < (8, 0):
+        major, minor = device.capability
+        return f"Triton needs compute capability 8.0; {device.kind} has {major}.{minor}"
+    if np.dtype(dtype).name not in ("float32", "bfloat16", "float16"):
+        return f"the kernels read float32, bfloat16 and float16, not {dtype}"
+    if layout.group > MOST_PER_GROUP:
+        return (
+            f"a program holds a whole group, at most {MOST_PER_GROUP} elements, in "
+            f"registers; this one has {layout.group}"
+        )
+    return None
+
+
+def _encode(x_ref, *refs, tiles, dtype, stochastic, numbering, interpret):
+    block = Block(tiles)
+    *scalars, words_ref, metadata_ref = refs
+    draw = (*(ref[0] for ref in scalars), numbering) if stochastic else None
+
+    def load(k):
+        return _to_float32(block.load(x_ref, k))
+
+    def write(lo, hi, tile, fixed_point):
+        metadata = group.metadata(lo, hi, tiles.bits, dtype)
+        line = group.encoding_line(lo, metadata)
+        fixed = fixed_point(block, line)
+        codes = _codes(block, lambda k: fixed(tile(k)), draw, metadata)
+        block.store_words(words_ref, tiles.pack(codes))
+        block.store_groups(metadata_ref, metadata)
+
+    xs = [block.load(x_ref, k) for k in range(tiles.count)]
+    lo, hi, is_ordinary = _ordinary_extremes(block, xs, can_pair=not interpret)
+
+    def ordinary():
+        write(lo, hi, lambda k: _to_float32(xs[k]), _ordinary_fixed_point)
+
+    def any_other():
+        # Loaded again: a branch that hardly ever runs should hold no registers.
+        write(*_extremes(block, load, group.largest(dtype)), load, _fixed_point)
+
+    lax.cond(is_ordinary, ordinary, any_other)
+
+
+def _decode(words_ref, metadata_ref, *refs, tiles, dtype, then):
+    *operand_refs, out_ref = refs
+    block = Block(tiles)
+    line = group.decoding_line(block.load_groups(metadata_ref))
+    zero, step, unit = (block.spread(end) for end in line)
+    packed = block.load_words(words_ref)
+    for k in range(tiles.count):
+        code = lax.bitwise_or(tiles.unpack(k, packed), MAGIC_BITS)
+        code = lax.sub(group.float_of(code), MAGIC)
+        x = lax.mul(lax.add(zero, lax.mul(step, code)), unit)
+        x = lax.convert_element_type(x, dtype)
+        if then is not None:
+            x = then(x, *(block.load(ref, k) for ref in operand_refs))
+        block.store(out_ref, k, x)
+
+
+def _ordinary_extremes(block, xs, *, can_pair):
+    """Extremes, right where all elements are ordinary; and whether all are.
+
+    The sum tells of NaN and infinities, which `min` and `max` may drop.
+    """
+    floats = [_to_float32(x) for x in xs]
+    if xs[0].dtype.itemsize == 2 and block.is_real(0) is None and can_pair:
+        lo = functools.reduce(functools.partial(_paired, "min"), xs)
+        hi = functools.reduce(functools.partial(_paired, "max"), xs)
+        lo, hi = (jnp.min(_to_float32(lo), axis=1), jnp.max(_to_float32(hi), axis=1))
+    else:
+        los, his = _padded(block, floats, np.float32(np.inf))
+        lo, hi = _over_group(lax.min, jnp.min, los), _over_group(lax.max, jnp.max, his)
+    total = _over_group(lax.add, jnp.sum, floats)
+    sizes = lax.max(lax.abs(lo), lax.abs(hi))
+    is_ordinary = lax.bitwise_and(
+        lax.lt(sizes, ORDINARY), lax.lt(lax.abs(total), np.float32(np.inf))
+    )
+    is_ordinary = jnp.min(lax.convert_element_type(is_ordinary, np.int32))
+    return lo, hi, lax.eq(is_ordinary, np.int32(1))
+
+
+def _paired(op: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """`min` or `max` of 16-bit floats, two by one instruction.
+
+    Triton widens them to float32, one by one: these are the kernel's busiest pipe.
+    """
+    kind = {"bfloat16": "bf16x2", "float16": "f16x2"}[a.dtype.name]
+    out = jax.ShapeDtypeStruct(a.shape, a.dtype)
+    [joined] = plt.elementwise_inline_asm(
+        f"{op}.{kind} $0, $1, $2;",
+        args=[a, b],
+        constraints="=r,r,r",
+        pack=2,
+        result_shape_dtypes=[out],
+    )
+    return joined
+
+
+def _to_float32(x: jax.Array) -> jax.Array:
+    return lax.convert_element_type(x, np.float32)
+
+
+def _extremes(block, load, big):
+    """Least and greatest finite element of each group; NaN where there is a NaN."""
+    lo = hi = nan = None
+    for k in range(block.tiles.count):
+        x = load(k)
+        is_ignored = lax.eq(lax.abs(x), np.float32(np.inf))
+        if block.is_real(k) is not None:
+            is_ignored = lax.bitwise_or(is_ignored, lax.bitwise_not(block.is_real(k)))
+        low, high = group.put(big, is_ignored, x), group.put(-big, is_ignored, x)
+        is_nan = lax.convert_element_type(lax.ne(x, x), np.int32)
+        lo = low if lo is None else lax.min(lo, low)
+        hi = high if hi is None else lax.max(hi, high)
+        nan = is_nan if nan is None else lax.bitwise_or(nan, is_nan)
+    lo, hi = jnp.min(lo, axis=1), jnp.max(hi, axis=1)
+    is_nan = lax.gt(jnp.max(nan, axis=1), np.int32(0))
+    return group.put(np.float32(np.nan), is_nan, lax.min(lo, hi)), lax.max(lo, hi)
+
+
+def _padded(block, xs, big):
+    """Elements for a minimum and for a maximum: `big` and `-big` for padding."""
+    reals = [block.is_real(k) for k in range(block.tiles.count)]
+    if reals[0] is None:
+        return xs, xs
+    outside = [lax.bitwise_not(real) for real in reals]
+    los = [group.put(big, out, x) for x, out in zip(xs, outside, strict=True)]
+    his = [group.put(-big, out, x) for x, out in zip(xs, outside, strict=True)]
+    return los, his
+
+
+def _over_group(join: Callable, reduce: Callable, tiles: list[jax.Array]) -> jax.Array:
+    return reduce(functools.reduce(join, tiles), axis=1)
+
+
+def _fixed_point(block, line):
+    """Real-valued codes in units of 2**-16, clipped, as integers; see `reference`."""
+    half_zero, slope, base = (block.spread(end) for end in line)
+    top = np.float32((2**block.tiles.bits - 1) * 65536)
+
+    def fixed(x):
+        t = lax.mul(lax.sub(lax.mul(x, np.float32(0.5)), half_zero), slope)
+        t = group.put(np.float32(0), lax.bitwise_not(lax.gt(t, np.float32(0))), t)
+        return lax.add(_rounded(lax.min(t, top), block.tiles.bits), base)
+
+    return fixed
+
+
+def _ordinary_fixed_point(block, line):
+    """The same for ordinary numbers: nothing overflows and nothing needs clipping.
+
+    x <= hi gives t <= top: half the range is at most s * steps / 2, an exact float32;
+    that times the slope, which is within 2**-24 of 2**17 / s, rounds to top.
+    """
+    half_zero, slope, base = line
+    zero = block.spread(lax.mul(half_zero, np.float32(2)))
+    slope = block.spread(lax.mul(slope, np.float32(0.5)))
+    base = block.spread(base)
+
+    def fixed(x):
+        t = lax.mul(lax.sub(x, zero), slope)
+        return lax.add(_rounded(t, block.tiles.bits), base)
+
+    return fixed
+
+
+def _rounded(t: jax.Array, bits: int) -> jax.Array:
+    """The nearest integer of 0 <= t < 2**(bits + 16), ties to even, as `uint32`."""
+    if bits < 8:
+        return lax.sub(group.pattern(lax.add(t, MAGIC)), MAGIC_BITS)
+    is_upper = lax.ge(t, MAGIC)
+    lower = lax.select(is_upper, lax.sub(t, MAGIC), t)
+    rest = lax.shift_left(lax.convert_element_type(is_upper, np.uint32), np.uint32(23))
+    return lax.add(lax.sub(group.pattern(lax.add(lower, MAGIC)), MAGIC_BITS), rest)
+
+
+def _codes(block, fixed, draw, metadata):
+    """Round the tiles of fixed-point codes to integers, with the noise of `noise`."""
+    tiles = block.tiles
+    codes: list = [None] * tiles.count
+    for k, (low, high) in enumerate(_noise_pairs(block, draw, metadata)):
+        partner = k + tiles.count // 2
+        for place, bits in ((k, low), (partner, high)):
+            code = lax.shift_right_logical(lax.add(fixed(place), bits), np.uint32(16))
+            is_real = block.is_real(place)
+            if tiles.layout.padding and is_real is not None:
+                code = lax.select(is_real, code, lax.full_like(code, 0))
+            codes[place] = code
+    return codes
+
+
+def _noise_pairs(block, draw, metadata):
+    """The two halves of each hash: noise of tile k, and of the tile half a group on."""
+    tiles = block.tiles
+    half = tiles.count // 2
+    if draw is None:
+        return [(NEAREST, NEAREST)] * half
+    seed, *origin, numbering = draw
+    number = numbering.of(lax.convert_element_type(block.number, np.uint32))
+    for first in origin:
+        number = lax.add(first, number)
+    key = noise.group_key(seed, number, metadata)
+    lane = lax.broadcasted_iota(np.uint32, block.shape, 1)
+    first = lax.add(block.spread(key), lax.mul(lane, noise.GOLDEN))
+    pairs = []
+    for k in range(half):
+        step = np.uint32(k * tiles.width * int(noise.GOLDEN) % 2**32)
+        bits = noise.hash32(lax.add(first, step))
+        low = lax.bitwise_and(bits, np.uint32(0xFFFF))
+        pairs.append((low, lax.shift_right_logical(bits, np.uint32(16))))
+    return pairs

@@ -1,0 +1,83 @@
+"""Which implementation runs, and why the others do not."""
+
+import dataclasses
+
+from jaxact_kernels.device import Device, here
+from jaxact_kernels.operation import Operation
+
+REFERENCE = "reference"
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The implementation that runs, and what kept those before it from running.
+
+    Attributes:
+        implementation: `triton`, `mosaic_gpu` or `reference`.
+        declined: (implementation, reason) of each that was preferred and declined.
+    """
+
+    implementation: str
+    declined: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        reasons = (f"\n  not {name}: {reason}" for name, reason in self.declined)
+        return self.implementation + "".join(reasons)
+
+
+def choose(
+    operation: Operation,
+    device: Device | str | None = None,
+    implementation: str | None = None,
+) -> Choice:
+    """Say which implementation of an operation runs on a GPU.
+
+    The rule: the first of `operation.kernels()` that does not decline, else the
+    reference. On anything but an NVIDIA GPU it is the reference.
+
+    Args:
+        operation: for example `affine.Encode(shape, dtype, bits=2)`.
+        device: a GPU, by its name if one likes (`h100`); None is the one that programs
+            are compiled for here.
+        implementation: the only one to consider.
+
+    Raises:
+        ValueError: there is no implementation of that name.
+        NotImplementedError: the one asked for declines; it says why.
+
+    Example:
+        >>> from jaxact_kernels import affine
+        >>> print(choose(affine.Encode((8, 1024), "bfloat16", bits=2), "h100"))
+        triton
+    """
+    device = Device(device) if isinstance(device, str) else device or here()
+    kernels = operation.kernels()
+    if implementation is None:
+        names = [*kernels, REFERENCE]
+    elif implementation in (*kernels, REFERENCE):
+        names = [implementation]
+    else:
+        raise ValueError(
+            f"got implementation={implementation!r}; {type(operation).__name__} has "
+            f"{', '.join([*kernels, REFERENCE])}; pass one of them, or None to choose"
+        )
+    declined = []
+    for name in names:
+        reason = _why_not(operation, name, device)
+        if reason is None:
+            return Choice(name, tuple(declined))
+        declined.append((name, reason))
+    raise NotImplementedError(f"{implementation} was asked for and declines: {reason}")
+
+
+def _why_not(operation: Operation, name: str, device: Device | None) -> str | None:
+    if name == REFERENCE:
+        return None
+    if device is None:
+        return (
+            "no NVIDIA GPU is attached or described; name one, or enter "
+            "jax.sharding.use_abstract_mesh with an AbstractDevice"
+        )
+    if 0 in operation.shape:
+        return f"an array of shape {operation.shape} has no elements"
+    return operation.kernels()[name](device)

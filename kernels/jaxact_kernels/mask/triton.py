@@ -1,0 +1,67 @@
+"""The mask format by Pallas through Triton: the index kernels, with one bit."""
+
+import jax
+import numpy as np
+from jax import lax
+
+from jaxact_kernels.affine.config import Config
+from jaxact_kernels.index import triton as index
+from jaxact_kernels.layout import Layout
+
+DTYPES = ("bool", *index.DTYPES, "float16", "bfloat16", "float32")
+
+
+def encode(
+    x: jax.Array,
+    above: jax.Array | None = None,
+    *,
+    config: Config | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """See `jaxact_kernels.mask.encode`; `above` is a scalar of the dtype of `x`."""
+    scalars = () if above is None else (above,)
+    return index.pack(
+        _code,
+        x,
+        *scalars,
+        bits=1,
+        name="mask_encode",
+        config=config,
+        interpret=interpret,
+    )
+
+
+def decode(
+    packed: jax.Array,
+    *,
+    shape: tuple[int, ...],
+    config: Config | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """See `jaxact_kernels.mask.decode`."""
+    return index.decode(
+        packed,
+        shape=shape,
+        dtype=np.bool_,
+        bits=1,
+        name="mask_decode",
+        config=config,
+        interpret=interpret,
+    )
+
+
+def declines(layout: Layout, dtype, bits: int = 1) -> str | None:
+    """Say why there is no kernel for such an array; None where there is.
+
+    Args:
+        layout: of the array, from `index_layout`.
+        dtype: bool, or of what is compared.
+        bits: of a code.
+    """
+    return index.why_not(layout, dtype, bits, DTYPES)
+
+
+def _code(x: jax.Array, *above: jax.Array) -> jax.Array:
+    for threshold in above:
+        x = lax.gt(x, threshold)
+    return lax.convert_element_type(x, np.uint32)

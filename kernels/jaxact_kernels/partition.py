@@ -1,0 +1,244 @@
+"""Run a kernel on each shard of its operands, with no communication.
+
+XLA cannot look into a kernel and would gather its operands. It is told that an
+operation keeps every axis that groups do not cross: each device runs the operation on
+its shard, whose groups keep the numbers that they have in the whole array.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from typing import Any
+
+import jax
+import numpy as np
+from jax import core, lax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend import core as jex
+from jax.interpreters import mlir
+
+from jaxact_kernels.device import Device, described
+from jaxact_kernels.dispatch import over_lanes
+from jaxact_kernels.numbering import Numbering, box, row_major
+from jaxact_kernels.operation import GROUP, Axes, Axis, Operation
+
+Lanes = tuple[tuple[bool, ...], ...]
+
+
+kernel_p = jex.Primitive("packed_operation_kernel")
+kernel_p.multiple_results = True
+
+
+@functools.cache
+def sharded_call(
+    operation: Operation, implementation: str, lanes: Lanes, device: Device
+) -> Any:
+    """The kernel of an operation, under `lanes` of `vmap`, shard by shard."""
+    return _Sharded(operation, implementation, lanes, device).function()
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """Where the running device's groups are in the whole array.
+
+    Attributes:
+        numbering: of its groups, counted from its first.
+        steps: (mesh axes, what one step along them adds to the number of the first).
+    """
+
+    numbering: Numbering
+    steps: tuple[tuple[tuple[str, ...], int], ...]
+
+    def first(self) -> jax.Array:
+        """The number of the first group, `uint32[]`."""
+        number = lax.full((), 0, np.uint32)
+        for over, step in self.steps:
+            place = lax.convert_element_type(lax.axis_index(over), np.uint32)
+            number = lax.add(number, lax.mul(place, np.uint32(step % 2**32)))
+        return number
+
+
+def kernel_call(
+    operation: Operation,
+    implementation: str,
+    lanes: Lanes,
+    device: Device,
+    shard: Shard | None = None,
+) -> Any:
+    """The kernel of an operation, under `lanes` of `vmap`, on one device.
+
+    It is one equation with a lowering rule of its own, because only what is traced
+    inside the rule sees the device, and nothing of the mesh around the call.
+    """
+    kernel = operation.kernel(implementation, shard and shard.numbering)
+
+    def over(*arrays: Any) -> Any:
+        # A shard's first group has the same number in every lane.
+        first = (shard.first(),) if shard else ()
+        call = lambda *lane: tuple(kernel(*lane, *first))
+        return over_lanes(call, lanes)(*arrays)
+
+    def call(*arrays: Any) -> Any:
+        shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays]
+        with described(device):
+            results = jax.eval_shape(over, *shapes)
+        results = tuple(core.ShapedArray(r.shape, r.dtype) for r in results)
+        return tuple(kernel_p.bind(*arrays, f=over, device=device, results=results))
+
+    return call
+
+
+def _lower_kernel(ctx: Any, *values: Any, f: Any, device: Device, results: Any) -> Any:
+    plain = [core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]
+    ctx = ctx.replace(avals_in=plain, avals_out=results)
+    with described(device):
+        return mlir.lower_fun(f, multiple_results=True)(ctx, *values)
+
+
+kernel_p.def_abstract_eval(lambda *_, results, **params: results)
+mlir.register_lowering(kernel_p, _lower_kernel)
+
+
+class _Sharded:
+    """One kernel call and the names of all its operands' axes."""
+
+    def __init__(
+        self, operation: Operation, implementation: str, lanes: Lanes, device: Device
+    ):
+        self.operation = operation
+        self.kernel = functools.partial(
+            kernel_call, implementation=implementation, lanes=lanes, device=device
+        )
+        names = [f"lane{level}" for level in range(len(lanes))]
+        mapped = zip(*lanes, strict=True) if lanes else itertools.repeat(())
+        self.inputs = [
+            (*itertools.compress(names, is_mapped), *axes)
+            for is_mapped, axes in zip(mapped, operation.inputs, strict=False)
+        ]
+        self.outputs = [(*names, *axes) for axes in operation.outputs]
+
+    def function(self) -> Any:
+        """The call, ready for XLA's partitioner."""
+        called = custom_partitioning(self.kernel(self.operation))
+        called.def_partition(
+            partition=self._partition,
+            infer_sharding_from_operands=self._infer,
+            decode_shardings=False,
+            sharding_rule=self._rule(),
+            **self._compound_sizes(),
+        )
+        return called
+
+    def _rule(self) -> str:
+        """The correspondence of axes in the notation of Shardy."""
+        sides = (self.inputs, self.outputs)
+        inputs, outputs = (", ".join(map(_factors, side)) for side in sides)
+        return f"{inputs} -> {outputs}"
+
+    def _compound_sizes(self) -> dict[str, int]:
+        """Sizes of the names that are nowhere a whole axis: Shardy asks for those."""
+        axes = [axis for side in self.inputs + self.outputs for axis in side]
+        names = {name for axis in axes if isinstance(axis, tuple) for name in axis}
+        return {name: self.operation.sizes[name] for name in names.difference(axes)}
+
+    def _partition(self, mesh: Any, operands: Any, results: Any) -> Any:
+        cut = self._cut(mesh, operands)
+        shard = functools.partial(_sharding, mesh, cut)
+        outputs, inputs = (
+            tuple(map(shard, self.outputs)),
+            tuple(map(shard, self.inputs)),
+        )
+        return mesh, self._local(mesh, cut), outputs, inputs
+
+    def _infer(self, mesh: Any, operands: Any, results: Any) -> Any:
+        cut = self._cut(mesh, operands)
+        return tuple(_sharding(mesh, cut, axes) for axes in self.outputs)
+
+    def _cut(self, mesh: Any, operands: Any) -> dict[str, tuple[str, ...]]:
+        """Mesh axes over which each named axis is cut, by the first operand."""
+        cut = {}
+        over = _mesh_axes(mesh, operands[0])
+        for axis, names in zip(self.inputs[0], over, strict=True):
+            name = _outermost(axis)
+            parts = math.prod(mesh.shape[n] for n in names)
+            if parts == 1 or name.startswith("row"):
+                continue
+            if name != GROUP or self._keeps_groups(parts):
+                cut[name] = names
+        return cut
+
+    def _keeps_groups(self, count: int) -> bool:
+        """Whether a row cut in `count` parts has the whole row's groups."""
+        operation = self.operation
+        if operation.sizes[GROUP] % count:
+            return False
+        *lead, length = operation.shape
+        local = operation.at((*lead, length // count)).layout
+        whole = operation.layout
+        return local.lead == whole.lead and local.group == whole.group
+
+    def _local(self, mesh: Any, cut: dict[str, tuple[str, ...]]) -> Any:
+        """The function that one device runs."""
+        operation = self.operation
+        parts = {k: math.prod(mesh.shape[a] for a in over) for k, over in cut.items()}
+        names = map(_outermost, operation.unpacked_axes)
+        dims = zip(names, operation.shape, strict=True)
+        local = operation.at(tuple(-(-size // parts.get(k, 1)) for k, size in dims))
+        axes = (*operation.lead_axes, GROUP)
+        whole = tuple(operation.sizes[k] for k in axes)
+        sizes = tuple(local.sizes[k] for k in axes)
+        strides = zip(axes, sizes, row_major(whole), strict=True)
+        steps = tuple((cut[k], n * stride) for k, n, stride in strides if k in cut)
+        shard = Shard(box(sizes, whole), steps) if steps else None
+        return self.kernel(local, shard=shard)
+
+
+def _outermost(axis: Axis) -> str:
+    return axis[0] if isinstance(axis, tuple) else axis
+
+
+def _factors(axes: Axes) -> str:
+    return " ".join(f"({' '.join(a)})" if isinstance(a, tuple) else a for a in axes)
+
+
+def _sharding(mesh: Any, cut: dict[str, tuple[str, ...]], axes: Axes) -> Any:
+    spec = jax.sharding.PartitionSpec(*(cut.get(_outermost(a)) for a in axes))
+    return jax.sharding.NamedSharding(mesh, spec)
+
+
+def _mesh_axes(mesh: Any, operand: Any) -> list[tuple[str, ...]]:
+    """For each axis of an operand, the mesh axes that it is cut over.
+
+    Read from where the parts are, as the sharding that XLA chose may have no name: it
+    may cut an axis over a part of a mesh axis, which counts as whole here.
+    """
+    nowhere: list[tuple[str, ...]] = [()] * len(operand.shape)
+    if mesh.empty:  # inside a shard_map that is manual over some axes only
+        return nowhere
+    try:
+        places = operand.sharding.devices_indices_map(operand.shape)
+    except ValueError:  # parts of different sizes
+        return nowhere
+    starts = [
+        [places[d][axis].start or 0 for d in mesh.devices.flat]
+        for axis in range(len(operand.shape))
+    ]
+    return [_axes_of(mesh, np.unique(s, return_inverse=True)[1]) for s in starts]
+
+
+def _axes_of(mesh: Any, part: np.ndarray) -> tuple[str, ...]:
+    """The mesh axes, outermost first, whose row-major number is each device's part."""
+    part = part.reshape(mesh.devices.shape)
+    strides = {
+        name: int(np.take(part, 1, axis).min())
+        for axis, (name, size) in enumerate(mesh.shape.items())
+        if size > 1 and (np.take(part, 1, axis) != np.take(part, 0, axis)).any()
+    }
+    names = tuple(sorted(strides, key=strides.__getitem__, reverse=True))
+    sizes = [mesh.shape[name] for name in names]
+    coordinates = dict(zip(mesh.axis_names, np.indices(part.shape), strict=True))
+    if names:
+        number = np.ravel_multi_index([coordinates[name] for name in names], sizes)
+        return names if (number == part).all() else ()
+    return ()

@@ -1,0 +1,115 @@
+"""How a GPU kernel cuts groups, so that packing moves no element between threads.
+
+A group of g elements is cut into `count` tiles of `width` consecutive elements, where
+`width` is the number of words of the narrowest field of a code (see `words`). Element w
+of every tile then goes into word w, modulo `width`, of every field: a thread that holds
+one place of all tiles packs its words alone, with shifts and ORs.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+from jax import lax
+
+from jaxact_kernels.layout import LANES, Layout
+from jaxact_kernels.words import fields
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """The tiles of a block of groups.
+
+    Attributes:
+        layout: of the array.
+        bits: of a code.
+        groups: groups in a block, a power of two.
+    """
+
+    layout: Layout
+    bits: int
+    groups: int
+
+    @property
+    def finest(self) -> int:
+        """Bits of the narrowest field."""
+        return self.bits & -self.bits
+
+    @property
+    def count(self) -> int:
+        """Tiles of a group."""
+        return LANES // self.finest
+
+    @property
+    def width(self) -> int:
+        """Elements of a tile."""
+        return self.layout.group // self.count
+
+    @property
+    def lanes(self) -> int:
+        """Elements of a tile and what fills it up to a power of two."""
+        return 1 << (self.width - 1).bit_length()
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the array; the last may be short of groups."""
+        return -(-self.layout.total_groups // self.groups)
+
+    def pack(self, codes: list[jax.Array]) -> list[tuple[int, jax.Array]]:
+        """Pack one tile of codes after another; list (first word, words)."""
+        packed = []
+        for start, offset, width in self._fields():
+            repeats = width // self.finest
+            for m in range(repeats):
+                terms = [
+                    _shift(
+                        _field(codes[k], offset, width, self.bits), k // repeats * width
+                    )
+                    for k in range(m, self.count, repeats)
+                ]
+                words = functools.reduce(lax.bitwise_or, terms)
+                packed.append((start + m * self.width, words))
+        return packed
+
+    def unpack(self, k: int, words: dict[int, jax.Array]) -> jax.Array:
+        """Return tile `k` of the codes, from words by the first word of each tile."""
+        code = None
+        for start, offset, width in self._fields():
+            turn, m = divmod(k, width // self.finest)
+            field = lax.shift_right_logical(
+                words[start + m * self.width], np.uint32(turn * width)
+            )
+            if (turn + 1) * width < LANES:
+                field = lax.bitwise_and(field, np.uint32((1 << width) - 1))
+            field = _shift(field, offset)
+            code = field if code is None else lax.bitwise_or(code, field)
+        assert code is not None
+        return code
+
+    def first_words(self) -> list[int]:
+        """Where in a group's words each tile of words starts."""
+        return [
+            start + m * self.width
+            for start, _, width in self._fields()
+            for m in range(width // self.finest)
+        ]
+
+    def _fields(self) -> list[tuple[int, int, int]]:
+        """List (first word, offset in the code, width) of each field."""
+        per_bit = self.layout.group // LANES
+        return [
+            (offset * per_bit, offset, width) for offset, width in fields(self.bits)
+        ]
+
+
+def _field(code: jax.Array, offset: int, width: int, bits: int) -> jax.Array:
+    if offset:
+        code = lax.shift_right_logical(code, np.uint32(offset))
+    if offset + width < bits:
+        code = lax.bitwise_and(code, np.uint32((1 << width) - 1))
+    return code
+
+
+def _shift(x: jax.Array, by: int) -> jax.Array:
+    return lax.shift_left(x, np.uint32(by)) if by else x

@@ -1,0 +1,184 @@
+"""The Triton kernels of the affine format, interpreted, against the reference.
+
+Equal means equal bits: the format's arithmetic leaves a compiler nothing to round
+differently (see `affine.group`), so no difference is allowed for.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxact_kernels.affine import reference, triton
+from jaxact_kernels.affine.config import Config, heuristic
+from jaxact_kernels.affine.reference import Stored
+from jaxact_kernels.numbering import box
+from subjects import Affine, sample
+
+SEED = np.uint32(7)
+SMALL = Config(4, 1)
+# Whole groups and blocks; a last block short of groups; padded rows; tiles whose width
+# is no power of two; fewer elements than a group.
+SHAPES = [(8, 256), (3, 7, 64), (5, 300), (40, 31), (6, 224), (1,)]
+every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
+
+
+def assert_same_bits(got, wanted):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        a, b = (np.asarray(x).view(f"u{x.dtype.itemsize}") for x in (a, b))
+        np.testing.assert_array_equal(a, b)
+
+
+def both(x, *, seed=SEED, config=SMALL, **options):
+    """Stored by the reference and by the kernel; decoded from the former by both."""
+    stochastic = options.pop("stochastic", True)
+    encodes = [
+        functools.partial(reference.encode, **options, stochastic=stochastic),
+        functools.partial(
+            triton.encode,
+            **options,
+            stochastic=stochastic,
+            config=config,
+            interpret=True,
+        ),
+    ]
+    stored = [jax.jit(encode)(x, seed) for encode in encodes]
+    options |= {"shape": x.shape, "dtype": x.dtype}
+    decodes = [
+        functools.partial(reference.decode, **options),
+        functools.partial(triton.decode, **options, config=config, interpret=True),
+    ]
+    return stored, [jax.jit(decode)(stored[0]) for decode in decodes]
+
+
+@every_shape
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_every_width_equals_the_reference(bits, shape):
+    x = sample(Affine(bits), shape, seed=bits)
+    for wanted, got in both(x, bits=bits, group_size=256):
+        assert_same_bits(got, wanted)
+
+
+@pytest.mark.parametrize("group_size", [32, 64, 512])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_every_dtype_equals_the_reference(dtype, group_size):
+    x = sample(Affine(2, dtype), (6, 300))
+    for bits in (2, 3):
+        for wanted, got in both(x, bits=bits, group_size=group_size):
+            assert_same_bits(got, wanted)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 8])
+def test_rounding_to_nearest_equals_the_reference(bits):
+    x = sample(Affine(bits), (4, 200))
+    for wanted, got in both(x, bits=bits, group_size=64, stochastic=False):
+        assert_same_bits(got, wanted)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("bits", [1, 3, 8])
+def test_no_value_is_too_odd(bits, dtype):
+    top, big = float(jnp.finfo(dtype).max), np.inf
+    x = np.asarray(sample(Affine(bits), (16, 64))).astype(np.float32)
+    x[0, 3], x[1, 5], x[2, 7] = np.nan, big, -big
+    x[3], x[4], x[5], x[6] = 1 / 3, 0, big, np.nan
+    x[7, :2], x[8, 0], x[9, 0] = (top, -top), top, -top
+    x[10], x[10, 4], x[11, 9:11] = 1 / 7, big, (big, -big)
+    x[12], x[12, 1], x[13] = 0, -0.0, 2.0**-20
+    with np.errstate(over="ignore"):
+        x = jnp.asarray(x).astype(dtype)
+    for shape in ((16, 64), (1024,)):  # groups apart, and all in one
+        for wanted, got in both(x.reshape(shape), bits=bits, group_size=1024):
+            assert_same_bits(got, wanted)
+
+
+@pytest.mark.parametrize("bits", [2, 8])
+def test_any_bit_pattern_equals_the_reference(bits):
+    rng = np.random.default_rng(bits)
+    x = rng.integers(0, 2**32, (64, 32), np.uint32).view(np.float32)
+    # XLA:CPU flushes subnormals in one program and not in another.
+    x = np.where(abs(x) < 2.0**-125, np.float32(0), x)
+    for wanted, got in both(jnp.asarray(x), bits=bits, group_size=32):
+        assert_same_bits(got, wanted)
+
+
+def test_vmap_equals_a_loop():
+    x, seeds = sample(Affine(2), (3, 4, 64)), jnp.arange(3, dtype=jnp.uint32)
+    encode = functools.partial(
+        triton.encode,
+        bits=2,
+        group_size=64,
+        stochastic=True,
+        config=SMALL,
+        interpret=True,
+    )
+    together = jax.jit(jax.vmap(encode))(x, seeds)
+    alone = [jax.jit(encode)(*lane) for lane in zip(x, seeds, strict=True)]
+    assert_same_bits(together, jax.tree.map(lambda *lanes: jnp.stack(lanes), *alone))
+
+
+@pytest.mark.parametrize("first", [(0, 0), (2, 2), (4, 1)])
+def test_a_shard_draws_the_noise_of_its_place(first):
+    # A box of 2 x 1 groups in an array of 6 x 3.
+    x = sample(Affine(2), (6, 192), seed=3)
+    options = {"bits": 2, "group_size": 64, "stochastic": True}
+    whole = jax.jit(functools.partial(reference.encode, **options))(x, SEED)
+    row, column = first
+    part = x[row : row + 2, 64 * column : 64 * column + 64]
+    numbering = box((2, 1), (6, 3))
+    got = triton.encode(
+        part,
+        SEED,
+        jnp.uint32(3 * row + column),
+        **options,
+        numbering=numbering,
+        config=SMALL,
+        interpret=True,
+    )
+    wanted = jax.tree.map(lambda a: a[row : row + 2, column : column + 1], whole)
+    assert_same_bits(got, wanted)
+
+
+@pytest.mark.parametrize("shape", [(8, 256), (5, 300)], ids=str)
+def test_decoding_goes_on_with_a_function_of_the_elements(shape):
+    x = sample(Affine(4, "bfloat16"), shape)
+    y = sample(Affine(4, "float32"), shape, seed=1)
+    options = {"bits": 4, "group_size": 256}
+    stored = reference.encode(x, SEED, **options, stochastic=True)
+    options |= {"shape": shape, "dtype": x.dtype}
+    then = lambda x, y: jnp.where(y > np.float32(0), x.astype(np.float32) * y, y)
+    wanted = then(reference.decode(stored, **options), y)
+    got = triton.decode(stored, y, **options, then=then, config=SMALL, interpret=True)
+    assert got.dtype == np.float32
+    assert_same_bits(got, wanted)
+
+
+def test_block_sizes_change_no_bit():
+    x = sample(Affine(3), (7, 128))
+    for config in (Config(1, 1), Config(16, 4)):
+        for wanted, got in both(x, bits=3, group_size=128, config=config):
+            assert_same_bits(got, wanted)
+
+
+def test_the_heuristic_fills_registers_and_no_more():
+    for group in (32, 64, 224, 256, 1024, 4096):
+        for item_bytes in (2, 4):
+            config = heuristic(group, item_bytes)
+            per_thread = config.groups * group * item_bytes / (32 * config.num_warps)
+            assert per_thread <= 128 or config.groups == 1
+            assert per_thread > 64 or config.groups == 1
+    with pytest.raises(ValueError, match="positive power of two"):
+        Config(groups=3)
+
+
+def test_a_kernel_is_one_call():
+    x = jax.ShapeDtypeStruct((8, 300), jnp.bfloat16)
+    encode = functools.partial(
+        triton.encode, bits=2, group_size=256, stochastic=True, interpret=True
+    )
+    jaxpr = str(jax.make_jaxpr(encode)(x, SEED))
+    assert jaxpr.count("pallas_call") == 1
+    stored = jax.eval_shape(encode, x, SEED)
+    assert isinstance(stored, Stored)

@@ -1,0 +1,87 @@
+"""The kernel benchmark runs, and its numbers on a CPU hold what is claimed of them.
+
+The claim is about arrays of the size that training stores, here 4 Mi elements: the
+reference fuses, and the first attempt writes and reads what it computes in between.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jaxact
+import jaxact_kernels
+from assembler import tool
+from gpu_target import needs_target
+
+SCRIPTS = Path(__file__).parents[2] / "kernels" / "benchmarks"
+LARGE = "small stream"
+
+pytestmark = pytest.mark.skipif(
+    not SCRIPTS.exists(), reason="benchmarks are in the repository, not in the wheel"
+)
+
+
+def run(script, output, *options):
+    packages = (jaxact.__file__, jaxact_kernels.__file__)
+    path = os.pathsep.join(str(Path(f).parents[1]) for f in packages)
+    environment = os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, str(SCRIPTS / script), "--out", str(output), *options]
+    ran = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout, json.loads(output.read_text())
+
+
+def milliseconds(rows, implementation):
+    """Encoding and decoding together."""
+    return sum(
+        row["microseconds"]["median"] / 1e3
+        for row in rows
+        if row["implementation"] == implementation and row["shape"] == LARGE
+    )
+
+
+def test_small_run_checks_times_and_writes(tmp_path):
+    options = "--small", "--bits", "2", "--samples", "3"
+    text, results = run("run.py", tmp_path / "new" / "cpu.json", *options)
+    assert {"device", "jax", "date", "command", "clock", "rows"} == set(results)
+    rows = results["rows"]
+    assert text.count("\n") == len(rows) + 2  # the table comes last, and alone
+    assert len({row["shape"] for row in rows}) == 3
+    for row in rows:
+        times = row["microseconds"]
+        assert 0 < times["p20"] <= times["median"] <= times["p80"]
+    assert {(row["op"], row["implementation"]) for row in rows} == {
+        *(("encode", name) for name in ("reference", "fused XLA", "naive")),
+        *(("decode", name) for name in ("reference", "naive")),
+        ("copy", "negation"),
+    }
+    assert {row["implementation"] for row in rows if row["is_chosen"]} == {"reference"}
+
+
+def test_the_reference_is_three_times_faster_than_a_first_attempt(tmp_path):
+    options = "--small", "--bits", "2", "--samples", "5", "--shapes", LARGE
+    for _ in range(2):  # once more, as other work on a machine can spoil one
+        rows = run("run.py", tmp_path / "cpu.json", *options)[1]["rows"]
+        naive, reference = milliseconds(rows, "naive"), milliseconds(rows, "reference")
+        if naive >= 3 * reference:
+            return
+    pytest.fail(f"the reference takes {reference:.1f} ms, the naive one {naive:.1f}")
+
+
+@needs_target
+def test_instructions_leave_room_for_the_speed_aimed_at(tmp_path):
+    try:
+        tool("nvdisasm")
+    except ImportError as error:
+        pytest.skip(str(error).splitlines()[0])
+    text, results = run("count.py", tmp_path / "count.json", "--bits", "2")
+    encode, decode = results["rows"]
+    assert text.count("\n") == 4
+    # The rare branch is about as long as the ordinary one, and no part of the path.
+    assert encode["instructions_on_path"] < 0.6 * encode["instructions_in_kernel"]
+    assert encode["expected_bytes_per_second"] >= 2.5e12
+    assert decode["bound"] == "HBM"

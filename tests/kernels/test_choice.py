@@ -1,0 +1,79 @@
+"""Which implementation runs is one visible rule, and every refusal has its reason."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxact_kernels import affine, choose
+from jaxact_kernels.device import Device
+
+SHAPE = (8, 1024)
+
+
+def encode(shape=SHAPE, dtype="bfloat16", **options):
+    return affine.Encode(shape, jnp.dtype(dtype), **({"bits": 2} | options))
+
+
+@pytest.mark.parametrize("device", ["a100", "h100", "h200", "b200", "L4"])
+def test_a_gpu_runs_a_kernel(device):
+    choice = choose(encode(), device)
+    assert choice.implementation != "reference" and not choice.declined
+
+
+@pytest.mark.parametrize(
+    "operation, device, reason",
+    [
+        (encode(), "Tesla T4", "compute capability 8.0; Tesla T4 has 7.5"),
+        (encode(dtype="float64"), "h100", "float32, bfloat16 and float16"),
+        (encode(dtype="float8_e5m2"), "h100", "float32, bfloat16 and float16"),
+        (encode((0, 8)), "h100", "has no elements"),
+        (encode((4, 16384), group_size=16384), "h100", "this one has 16384"),
+        (encode(), None, "no NVIDIA GPU is attached or described"),
+    ],
+    ids=["old", "float64", "float8", "empty", "group", "cpu"],
+)
+def test_the_rest_runs_the_reference_and_says_why(operation, device, reason):
+    if device is None and any(d.platform == "gpu" for d in jax.devices()):
+        pytest.skip("a GPU is attached")
+    choice = choose(operation, device)
+    assert choice.implementation == "reference"
+    assert [name for name, _ in choice.declined] == list(operation.kernels())
+    assert reason in dict(choice.declined)["triton"]
+    assert reason in str(choice)
+
+
+def test_one_asked_for_runs_or_says_why_not():
+    assert choose(encode(), "h100", "triton").implementation == "triton"
+    assert choose(encode(), "h100", "reference").implementation == "reference"
+    with pytest.raises(NotImplementedError, match="triton was asked for .* 7.5"):
+        choose(encode(), "Tesla T4", "triton")
+    with pytest.raises(ValueError, match="got implementation='cuda'.*triton"):
+        choose(encode(), "h100", "cuda")
+
+
+def test_none_replaces_one_asked_for():
+    x = jnp.ones(SHAPE, jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match="triton was asked for"):
+        affine.encode(x, jnp.uint32(0), bits=2, implementation="triton")
+    stored = affine.encode(x, jnp.uint32(0), bits=2, implementation="reference")
+    with pytest.raises(NotImplementedError, match="pass implementation=None"):
+        affine.decode(
+            stored, shape=SHAPE, dtype=x.dtype, bits=2, implementation="triton"
+        )
+
+
+def test_devices_are_known_by_name():
+    known = {
+        "NVIDIA A100-SXM4-80GB": (8, 0),
+        "NVIDIA H100 80GB HBM3": (9, 0),
+        "NVIDIA GH200 480GB": (9, 0),
+        "NVIDIA L40S": (8, 9),
+        "NVIDIA L4": (8, 9),
+        "NVIDIA GeForce RTX 4090": (8, 9),
+        "NVIDIA GeForce RTX 5090": (12, 0),
+        "Tesla V100-SXM2-16GB": (7, 0),
+        "NVIDIA B200": (10, 0),
+        "NVIDIA A10G": (8, 6),
+        "Mystery": None,
+    }
+    assert {kind: Device(kind).capability for kind in known} == known

@@ -1,0 +1,194 @@
+"""Kernels keep the sharding of their operands; a shard's noise is that of its place.
+
+Eight CPU devices run the interpreted kernels through the same partitioning; eight GPUs
+that are not attached show that XLA adds no communication and no copy to real ones.
+"""
+
+import dataclasses
+import functools
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.sharding import AxisType
+
+from gpu_target import needs_target
+from jaxact._targets import TARGETS
+from jaxact_kernels import affine, mask
+from jaxact_kernels.affine import triton
+from jaxact_kernels.affine.config import Config
+from jaxact_kernels.device import Device
+from jaxact_kernels.numbering import box
+from jaxact_kernels.partition import sharded_call
+from subjects import Affine, sample
+
+SHAPE = (8, 4, 256)
+SEED = np.uint32(7)
+COLLECTIVES = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
+KERNEL = r'custom_call_target="__gpu\$xla\.gpu\.triton"'
+H100 = Device("NVIDIA H100 80GB HBM3", (9, 0))
+SPECS = [
+    jax.P("data"),
+    jax.P("data", "model"),
+    jax.P(None, "model"),
+    jax.P("data", None, "model"),
+    jax.P(("data", "model")),
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Encode(affine.Encode):
+    """The Triton kernel, interpreted."""
+
+    def kernel(self, implementation, numbering):
+        return functools.partial(
+            triton.encode,
+            **self.options,
+            stochastic=self.stochastic,
+            numbering=numbering,
+            config=Config(4, 1),
+            interpret=True,
+        )
+
+
+def collectives(compiled):
+    return re.findall(rf" ({COLLECTIVES})", compiled.as_text())
+
+
+@pytest.mark.parametrize(
+    "sizes, whole",
+    [((2, 3), (4, 3)), ((2, 2), (4, 6)), ((3,), (9,)), ((1, 4, 2), (5, 4, 2))],
+)
+def test_a_box_numbers_its_groups_as_the_whole_does(sizes, whole):
+    numbers = np.arange(np.prod(whole)).reshape(whole)
+    wanted = numbers[tuple(slice(size) for size in sizes)].ravel()
+    local = jnp.arange(len(wanted), dtype=jnp.uint32)
+    np.testing.assert_array_equal(box(sizes, whole).of(local), wanted)
+
+
+def test_a_box_cut_along_its_first_axis_counts_by_ones():
+    numbering = box((2, 4, 2), (6, 4, 2))
+    assert numbering.sizes == (16,) and numbering.strides == (1,)
+
+
+def test_eight_devices_run_the_kernel_where_the_data_are():
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    done = subprocess.run(
+        [sys.executable, __file__], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def check_eight_devices():
+    x = sample(Affine(2), SHAPE)
+    wanted = affine.encode(x, SEED, bits=2, group_size=64)
+    operation = Encode(SHAPE, x.dtype, 2, 64)
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    call = jax.jit(sharded_call(operation, "triton", (), H100))
+    for spec in SPECS:
+        placed = jax.device_put(x, jax.NamedSharding(mesh, spec))
+        compiled = call.lower(placed, SEED).compile()
+        for got, want in zip(compiled(placed, SEED), wanted, strict=True):
+            np.testing.assert_array_equal(got, want)
+            kept = jax.NamedSharding(mesh, spec)
+            assert got.sharding.is_equivalent_to(kept, got.ndim), spec
+        assert not collectives(compiled), spec
+    # Finer than groups: still the same words, at the price of a gather.
+    placed = jax.device_put(x, jax.NamedSharding(mesh, jax.P(None, None, "data")))
+    wider = Encode(SHAPE, x.dtype, 2, 128)
+    got = jax.jit(sharded_call(wider, "triton", (), H100))(placed, SEED)
+    wanted = affine.encode(x, SEED, bits=2, group_size=128)
+    np.testing.assert_array_equal(got[0], wanted.words)
+    lanes = ((True, False),)
+    call = jax.jit(
+        sharded_call(Encode(SHAPE[1:], x.dtype, 2, 64), "triton", lanes, H100)
+    )
+    placed = jax.device_put(x, jax.NamedSharding(mesh, SPECS[1]))
+    wanted = jax.vmap(lambda x: affine.encode(x, SEED, bits=2, group_size=64))(x)
+    compiled = call.lower(placed, SEED).compile()
+    np.testing.assert_array_equal(compiled(placed, SEED)[0], wanted.words)
+    assert not collectives(compiled)
+
+
+@functools.cache
+def gpus(kind):
+    """Eight H100s that are not attached, as a mesh of 4 x 2."""
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=TARGETS["h100"].description, topology="1x1x8"
+    )
+    devices = np.array(topology.devices).reshape(4, 2)
+    return jax.sharding.Mesh(devices, ("data", "model"), axis_types=(kind,) * 2)
+
+
+def compile_on(mesh, f, *args_and_specs):
+    args = [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, spec))
+        for shape, dtype, spec in args_and_specs
+    ]
+    return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).compile()
+
+
+def round_trip(x, seed):
+    stored = affine.encode(x, seed, bits=2)
+    is_positive = mask.decode(mask.encode(x > np.zeros((), x.dtype)), shape=x.shape)
+    return is_positive, affine.decode(stored, shape=x.shape, dtype=x.dtype, bits=2)
+
+
+LARGE = (16, 512, 1024)
+ARGUMENTS = [(LARGE, "bfloat16"), ((), "uint32")]
+
+
+@needs_target
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_eight_gpus_exchange_nothing(spec, kind):
+    mesh = gpus(kind)
+    specs = spec, jax.P()
+    arguments = [(*a, s) for a, s in zip(ARGUMENTS, specs, strict=True)]
+    with jax.set_mesh(mesh):
+        compiled = compile_on(mesh, round_trip, *arguments)
+    text = compiled.as_text()
+    assert not re.findall(rf" ({COLLECTIVES}|copy|pad|transpose)(-start)?\(", text)
+    assert len(re.findall(KERNEL, text)) >= 2
+    for sharding in compiled.output_shardings:
+        wanted = jax.NamedSharding(mesh, spec)
+        assert sharding.is_equivalent_to(wanted, len(LARGE)), sharding
+
+
+@needs_target
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map_exchanges_nothing(check_vma):
+    mesh, spec = gpus(AxisType.Auto), jax.P("data", "model")
+    f = jax.shard_map(
+        round_trip,
+        mesh=mesh,
+        in_specs=(spec, jax.P()),
+        out_specs=spec,
+        check_vma=check_vma,
+    )
+    specs = spec, jax.P()
+    compiled = compile_on(
+        mesh, f, *((*a, s) for a, s in zip(ARGUMENTS, specs, strict=True))
+    )
+    assert not collectives(compiled)
+    assert len(re.findall(KERNEL, compiled.as_text())) >= 2
+
+
+@needs_target
+def test_vmap_on_eight_gpus_exchanges_nothing():
+    mesh, spec = gpus(AxisType.Auto), jax.P("data", "model")
+    arguments = [(LARGE, "bfloat16", spec), (LARGE[:1], "uint32", jax.P("data"))]
+    compiled = compile_on(mesh, jax.vmap(round_trip), *arguments)
+    assert not collectives(compiled)
+    assert len(re.findall(KERNEL, compiled.as_text())) >= 2
+
+
+if __name__ == "__main__":
+    check_eight_devices()
