@@ -33,8 +33,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxact_kernels import affine
-from jaxact_kernels.affine import config, triton
+from jaxact_kernels import affine, config
+from jaxact_kernels.affine import triton
 from jaxact_kernels.layout import layout_of
 
 FOLDER = Path(__file__).parent

@@ -54,6 +54,14 @@ def device_of(device: Any) -> Device:
     return Device(device.device_kind, (int(major), int(minor)))
 
 
+def old_for_triton(device: Device) -> str | None:
+    """Why Triton cannot compile for a device; None where it can."""
+    if device.capability is None or device.capability >= (8, 0):
+        return None
+    major, minor = device.capability
+    return f"Triton needs compute capability 8.0; {device.kind} has {major}.{minor}"
+
+
 def described(device: Device) -> contextlib.AbstractContextManager[Any]:
     """The context in which Pallas lowers for a device, and for no mesh."""
     abstract = jax.sharding.AbstractDevice(

@@ -94,7 +94,10 @@ def _lower(ctx: Any, *values: Any, implementation: Any, **params: Any) -> Any:
 def _lower_on_gpu(ctx: Any, *values: Any, definition, operation, **params: Any) -> Any:
     devices = _devices(ctx)
     device = device_of(devices[0]) if devices else here()
-    choice = choose(operation, device, params["implementation"])
+    # What limits a kernel is the size of all lanes together.
+    lanes = ctx.avals_out[0].shape[: len(params["lanes"])]
+    whole = operation.at((*lanes, *operation.shape))
+    choice = choose(whole, device, params["implementation"])
     if choice.implementation == REFERENCE:
         return _lower_definition(ctx, *values, definition=definition)
     # Imported here because Pallas takes a third of a second to import.

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from jaxact_kernels.affine import reference, triton
-from jaxact_kernels.affine.config import Config, heuristic
 from jaxact_kernels.affine.reference import Stored
+from jaxact_kernels.config import Config, heuristic
 from jaxact_kernels.numbering import box
 from subjects import Affine, sample
 

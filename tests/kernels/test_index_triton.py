@@ -10,7 +10,7 @@ import pytest
 
 from assembler import assemble
 from gpu_target import needs_target
-from jaxact_kernels.affine.config import Config
+from jaxact_kernels.config import Config
 from jaxact_kernels.index import reference, triton
 from jaxact_kernels.index.reference import index_layout
 from jaxact_kernels.mask import reference as mask_reference, triton as mask

@@ -22,7 +22,7 @@ from gpu_target import needs_target
 from jaxact._targets import TARGETS
 from jaxact_kernels import affine, mask
 from jaxact_kernels.affine import triton
-from jaxact_kernels.affine.config import Config
+from jaxact_kernels.config import Config
 from jaxact_kernels.device import Device
 from jaxact_kernels.numbering import box
 from jaxact_kernels.partition import sharded_call

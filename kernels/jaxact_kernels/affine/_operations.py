@@ -9,7 +9,7 @@ import jax
 
 from jaxact_kernels.affine import reference
 from jaxact_kernels.affine.reference import Stored
-from jaxact_kernels.device import Device
+from jaxact_kernels.device import Device, old_for_triton
 from jaxact_kernels.layout import Layout, layout_of
 from jaxact_kernels.operation import GROUP, Axes, Operation
 
@@ -39,7 +39,7 @@ class _Affine(Operation):
     def _triton_declines(self, device: Device) -> str | None:
         from jaxact_kernels.affine import triton
 
-        return triton.declines(self.layout, self.dtype, self.bits, device)
+        return old_for_triton(device) or triton.declines(self.layout, self.dtype)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,8 +21,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxact_kernels import noise, words
 from jaxact_kernels.affine import group
-from jaxact_kernels.affine.config import Config, heuristic
 from jaxact_kernels.affine.reference import NEAREST, Stored
+from jaxact_kernels.config import Config, heuristic
 from jaxact_kernels.device import Device
 from jaxact_kernels.layout import Layout, layout_of
 from jaxact_kernels.numbering import Numbering

@@ -18,10 +18,9 @@ from jax.experimental.pallas import triton as plt
 
 from jaxact_kernels import noise, words
 from jaxact_kernels.affine import group
-from jaxact_kernels.affine.config import Config, heuristic
 from jaxact_kernels.affine.reference import NEAREST, Stored
 from jaxact_kernels.block import Block, elements_shape, output
-from jaxact_kernels.device import Device
+from jaxact_kernels.config import Config, heuristic
 from jaxact_kernels.layout import Layout, layout_of
 from jaxact_kernels.numbering import Numbering
 from jaxact_kernels.tiles import Tiles
@@ -109,12 +108,8 @@ def decode(
     return lax.reshape(x, shape)
 
 
-def declines(layout: Layout, dtype, bits: int, device: Device) -> str | None:
-    """Why these kernels cannot serve an array on a device; None where they can."""
-    del bits  # any
-    if device.capability is not None and device.capability < (8, 0):
-        major, minor = device.capability
-        return f"Triton needs compute capability 8.0; {device.kind} has {major}.{minor}"
+def declines(layout: Layout, dtype) -> str | None:
+    """Why these kernels cannot serve an array; None where they can."""
     if np.dtype(dtype).name not in ("float32", "bfloat16", "float16"):
         return f"the kernels read float32, bfloat16 and float16, not {dtype}"
     if layout.group > MOST_PER_GROUP:

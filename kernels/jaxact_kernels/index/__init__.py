@@ -9,19 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxact_kernels import words as _words
+from jaxact_kernels.dispatch import run
 from jaxact_kernels.index import reference
+from jaxact_kernels.index._operations import Decode, Encode
 
-__all__ = ["decode", "encode", "stored_bytes"]
-
-# Jitted so that a program that stores many arrays traces each shape once, and so that
-# eager calls run fused.
-_encode = jax.jit(reference.encode, static_argnames="bits")
-_decode = jax.jit(reference.decode, static_argnames=("shape", "dtype", "bits"))
+__all__ = ["Decode", "Encode", "decode", "encode", "stored_bytes"]
 
 _DTYPES = ("int8", "int16", "int32", "uint8", "uint16", "uint32")
 
 
-def encode(x: jax.Array, *, bits: int) -> jax.Array:
+def encode(x: jax.Array, *, bits: int, implementation: str | None = None) -> jax.Array:
     """Pack integers of any shape into `uint32[*lead, num_words]`.
 
     The caller guarantees that they lie in 0 .. 2**bits - 1, which cannot be checked
@@ -30,6 +27,7 @@ def encode(x: jax.Array, *, bits: int) -> jax.Array:
     Args:
         x: int8 to int32 or uint8 to uint32, any shape.
         bits: 1 to 8.
+        implementation: the only one to use; None leaves it to `choose`.
 
     Raises:
         ValueError: for another dtype or width, when traced.
@@ -41,10 +39,17 @@ def encode(x: jax.Array, *, bits: int) -> jax.Array:
     x = jnp.asarray(x)
     _check_bits(bits)
     _check_dtype(x.dtype, f"{x.dtype}{list(x.shape)}")
-    return _encode(x, bits=bits)
+    return run(Encode(x.shape, x.dtype, bits), x, implementation=implementation)
 
 
-def decode(words: jax.Array, *, shape: tuple[int, ...], dtype, bits: int) -> jax.Array:
+def decode(
+    words: jax.Array,
+    *,
+    shape: tuple[int, ...],
+    dtype,
+    bits: int,
+    implementation: str | None = None,
+) -> jax.Array:
     """Return the array of `shape` and `dtype` that `encode` packed.
 
     Args:
@@ -53,6 +58,7 @@ def decode(words: jax.Array, *, shape: tuple[int, ...], dtype, bits: int) -> jax
         dtype: int8 to int32 or uint8 to uint32. Codes that it cannot hold (8 bits in
             int8) wrap, so any int8 array comes back whole from 8 bits.
         bits: as encoded.
+        implementation: the only one to use; None leaves it to `choose`.
 
     Raises:
         ValueError: `words` do not have the shape that these options imply.
@@ -67,7 +73,8 @@ def decode(words: jax.Array, *, shape: tuple[int, ...], dtype, bits: int) -> jax
             f"bits={bits} require uint32{list(required)}; pass the options that encode "
             "was called with"
         )
-    return _decode(words, shape=shape, dtype=jnp.dtype(dtype), bits=bits)
+    operation = Decode(shape, jnp.dtype(dtype), bits)
+    return run(operation, words, implementation=implementation)
 
 
 def stored_bytes(shape: tuple[int, ...], *, bits: int) -> int:

@@ -15,8 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from jaxact_kernels import words
-from jaxact_kernels.affine.config import Config
 from jaxact_kernels.block import Block, elements_shape, output
+from jaxact_kernels.config import Config
 from jaxact_kernels.index.reference import index_layout, low_bits, words_shape
 from jaxact_kernels.layout import Layout
 from jaxact_kernels.tiles import Tiles

@@ -5,17 +5,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxact_kernels.dispatch import run
 from jaxact_kernels.mask import reference
+from jaxact_kernels.mask._operations import Decode, Encode
 
-__all__ = ["decode", "encode", "stored_bytes"]
-
-# Jitted so that a program that stores many arrays traces each shape once, and so that
-# eager calls run fused.
-_encode = jax.jit(reference.encode)
-_decode = jax.jit(reference.decode, static_argnames="shape")
+__all__ = ["Decode", "Encode", "decode", "encode", "stored_bytes"]
 
 
-def encode(x: jax.Array, *, above: jax.typing.ArrayLike | None = None) -> jax.Array:
+def encode(
+    x: jax.Array,
+    *,
+    above: jax.typing.ArrayLike | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
     """Pack booleans, or `x > above`, of any shape into `uint32[*lead, num_words]`.
 
     `encode(x, above=t)` gives the bits of `encode(x > t)` and never makes an array of
@@ -27,6 +29,7 @@ def encode(x: jax.Array, *, above: jax.typing.ArrayLike | None = None) -> jax.Ar
         above: a number or a scalar, which may be traced. `x > above` must be a
             comparison in the dtype of `x`: no float for integers, no float32 array for
             bfloat16.
+        implementation: the only one to use; None leaves it to `choose`.
 
     Raises:
         ValueError: `x` is not boolean and there is no `above`, or the other way round;
@@ -41,16 +44,20 @@ def encode(x: jax.Array, *, above: jax.typing.ArrayLike | None = None) -> jax.Ar
     x = jnp.asarray(x)
     given = f"got {x.dtype}{list(x.shape)}"
     if above is not None:
-        return _encode(x, _threshold(x, above, given))
+        operation = Encode(x.shape, x.dtype, is_comparison=True)
+        threshold = _threshold(x, above, given)
+        return run(operation, x, threshold, implementation=implementation)
     if x.dtype != np.bool_:
         raise ValueError(
             f"{given} and no threshold; a mask is boolean; pass above=0 to store "
             "x > 0, compare first, or use jaxact_kernels.affine for floats"
         )
-    return _encode(x)
+    return run(Encode(x.shape, x.dtype), x, implementation=implementation)
 
 
-def decode(words: jax.Array, *, shape: tuple[int, ...]) -> jax.Array:
+def decode(
+    words: jax.Array, *, shape: tuple[int, ...], implementation: str | None = None
+) -> jax.Array:
     """Return the `bool[shape]` that `encode` packed.
 
     Raises:
@@ -63,7 +70,8 @@ def decode(words: jax.Array, *, shape: tuple[int, ...]) -> jax.Array:
             f"got words {words.dtype}{list(words.shape)}; a mask of shape {shape} "
             f"requires uint32{list(required)}; pass the shape that was encoded"
         )
-    return _decode(words, shape=shape)
+    operation = Decode(shape, np.dtype(np.bool_))
+    return run(operation, words, implementation=implementation)
 
 
 def stored_bytes(shape: tuple[int, ...]) -> int:

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from jaxact_kernels.affine.config import Config
+from jaxact_kernels.config import Config
 from jaxact_kernels.index import triton as index
 from jaxact_kernels.layout import Layout
 

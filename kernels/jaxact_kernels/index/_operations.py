@@ -1,0 +1,87 @@
+"""Encode and decode of the index format, as values that `choose` is asked about."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxact_kernels import words
+from jaxact_kernels.device import Device, old_for_triton
+from jaxact_kernels.index import reference
+from jaxact_kernels.layout import Layout
+from jaxact_kernels.operation import GROUP, Axes, Operation
+
+
+@dataclasses.dataclass(frozen=True)
+class _Index(Operation):
+    bits: int
+
+    @property
+    def layout(self) -> Layout:
+        return reference.index_layout(self.shape)
+
+    @property
+    def stored_axes(self) -> Axes:
+        """Axes of the words."""
+        return *self.lead_axes, (GROUP, "word")
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        num_words = words.num_words(self.layout.group, self.bits)
+        return super().sizes | {"word": num_words}
+
+    def kernels(self) -> dict[str, Callable[[Device], str | None]]:
+        return {"triton": self._triton_declines}
+
+    def _triton_declines(self, device: Device) -> str | None:
+        from jaxact_kernels.index import triton
+
+        reason = old_for_triton(device)
+        return reason or triton.declines(self.layout, self.dtype, self.bits)
+
+
+@dataclasses.dataclass(frozen=True)
+class Encode(_Index):
+    """Encode an array: x to words."""
+
+    @property
+    def inputs(self) -> tuple[Axes, ...]:
+        return (self.unpacked_axes,)
+
+    @property
+    def outputs(self) -> tuple[Axes, ...]:
+        return (self.stored_axes,)
+
+    def reference(self, x: jax.Array) -> jax.Array:
+        return reference.encode(x, bits=self.bits)
+
+    def kernel(self, implementation: str, numbering: Any) -> Callable[..., Any]:
+        from jaxact_kernels.index import triton
+
+        return lambda x, *_: (triton.encode(x, bits=self.bits),)
+
+
+@dataclasses.dataclass(frozen=True)
+class Decode(_Index):
+    """Decode words."""
+
+    @property
+    def inputs(self) -> tuple[Axes, ...]:
+        return (self.stored_axes,)
+
+    @property
+    def outputs(self) -> tuple[Axes, ...]:
+        return (self.unpacked_axes,)
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"shape": self.shape, "dtype": self.dtype, "bits": self.bits}
+
+    def reference(self, packed: jax.Array) -> jax.Array:
+        return reference.decode(packed, **self._options)
+
+    def kernel(self, implementation: str, numbering: Any) -> Callable[..., Any]:
+        from jaxact_kernels.index import triton
+
+        return lambda packed, *_: (triton.decode(packed, **self._options),)
