@@ -1,13 +1,14 @@
-"""Bound the speed of the Triton kernels on an H100 from their machine code alone.
+"""Bound the speed of the kernels on an H100 from their machine code alone.
 
-  python kernels/benchmarks/count.py [--bits 2 4]
+  python kernels/benchmarks/count.py [--bits 2 4] [--implementations triton]
 
 Needs the packages of jaxact's `targets` extra and nvidia-cuda-nvdisasm.
 
 Counted are the instructions that a thread runs where all elements are ordinary numbers,
-by the pipe that runs them; the other side of that branch loads its elements again, by
-which it is told apart. Time is at least that of the busiest pipe, or of memory, were
-every latency hidden and every byte moved once: an upper bound of speed, no measurement.
+by the pipe that runs them. What is apart from these is known by what it does: the
+Triton kernels load their elements again there, the Mosaic GPU kernels do more. Time is
+at least that of the busiest pipe, or of memory, were every latency hidden and every
+byte moved once: an upper bound of speed, no measurement.
 
 What a multiprocessor's pipes finish in a clock is from the CUDA C++ Programming Guide,
 "Throughput of Native Arithmetic Instructions", compute capability 9.0: 128 additions
@@ -20,27 +21,35 @@ in one half of the float32 pipe, so they are counted in both.
 
 import argparse
 import collections
+import dataclasses
 import datetime
 import functools
+import importlib
+import itertools
 import json
+import math
+import os
 import re
 import subprocess
 import sys
 import tempfile
+import unittest.mock
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
-from jaxact_kernels import affine, config
-from jaxact_kernels.affine import triton
+from jaxact import _memory
+from jaxact_kernels import affine, mask
+from jaxact_kernels.config import Config, heuristic
+from jaxact_kernels.index import reference as index, triton as index_triton
 from jaxact_kernels.layout import layout_of
 
 FOLDER = Path(__file__).parent
 SHAPE = (8192, 1024)
-DTYPE = jnp.dtype("bfloat16")
-GROUP_SIZE = 256
+TARGET = "h100"
+IMPLEMENTATIONS = ["triton", "mosaic_gpu"]
+MASKS = ("encode", "bool"), ("encode above", "bfloat16"), ("decode", "bool")
 
 # NVIDIA H100 SXM data sheet; the clock is the boost clock that its peaks assume.
 MULTIPROCESSORS, CLOCK, BANDWIDTH = 132, 1.755e9, 3.35e12
@@ -57,12 +66,119 @@ PIPES = {
     "fma": "FADD FMUL FFMA HADD2 HMUL2 HFMA2",
     "imad": "IMAD",
     "special": "MUFU F2I I2F F2F POPC FLO BREV",
-    "memory": "LDG STG LDS STS LDL STL LDSM STSM SHFL ATOM ATOMS RED",
+    "memory": "LD ST LDG STG LDS STS LDL STL LDSM STSM SHFL ATOM ATOMS RED",
     "reduction": "REDUX",
     "issue": "ACQBULK BAR BRA BSSY BSYNC CS2R DEPBAR EXIT LDC MEMBAR NOP PREEXIT R2UR "
     "S2R S2UR VOTEU WARPSYNC",
 }
 PIPE_OF = {name: pipe for pipe, names in PIPES.items() for name in names.split()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A kernel, by what it is asked to do.
+
+    Attributes:
+        format: `affine` or `mask`.
+        operation: `encode`, `decode`, or `encode above`, which compares with 0.
+        dtype: of the unpacked array.
+        config: None for the heuristic's.
+    """
+
+    format: str
+    operation: str
+    implementation: str
+    bits: int
+    dtype: str = "bfloat16"
+    group_size: int = 256
+    config: Config | None = None
+
+    @property
+    def module(self) -> Any:
+        name = f".{self.format}.{self.implementation}"
+        return importlib.import_module(name, "jaxact_kernels")
+
+    @property
+    def x(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(SHAPE, self.dtype)
+
+    @property
+    def stored(self) -> Any:
+        if self.format == "mask":
+            return jax.eval_shape(mask.encode, jax.ShapeDtypeStruct(SHAPE, "bool"))
+        seed, options = jax.ShapeDtypeStruct((), "uint32"), self._options
+        return jax.eval_shape(functools.partial(affine.encode, **options), self.x, seed)
+
+    @property
+    def _options(self) -> dict[str, int]:
+        return {"bits": self.bits, "group_size": self.group_size}
+
+    @property
+    def block(self) -> Config:
+        """The block that the kernel has."""
+        item_bytes = self.x.dtype.itemsize
+        if self.format == "mask":
+            layout = index.index_layout(SHAPE)
+            return self.config or index_triton.heuristic(layout, self.bits, item_bytes)
+        layout = layout_of(SHAPE, self.group_size)
+        block = self.config or heuristic(layout.group, item_bytes)
+        if self.implementation == "triton":
+            return block
+        tiles = self.module._tiles(layout, self.bits, self.dtype, block)
+        return Config(tiles.groups, self.module.WARPS)
+
+    @property
+    def elements(self) -> float:
+        """Elements of a thread."""
+        group = index.GROUP if self.format == "mask" else self.group_size
+        return self.block.groups * group / (32 * self.block.num_warps)
+
+    def call(self) -> tuple[Any, ...]:
+        """The function and its operands."""
+        encode = functools.partial(self.module.encode, config=self.config)
+        decode = functools.partial(self.module.decode, shape=SHAPE, config=self.config)
+        if self.format == "mask":
+            above = jax.ShapeDtypeStruct((), self.dtype)
+            if self.operation == "decode":
+                return decode, self.stored
+            return encode, self.x, *([above] if "above" in self.operation else [])
+        if self.operation == "decode":
+            decode = functools.partial(decode, dtype=self.dtype, **self._options)
+            return decode, self.stored
+        seed = jax.ShapeDtypeStruct((), "uint32")
+        return functools.partial(encode, stochastic=True, **self._options), self.x, seed
+
+
+def assemble(subject: Subject) -> Any:
+    """The kernel of a subject, as `assembler` reports it."""
+    if subject.implementation == "mosaic_gpu":
+        return _assemble_mosaic(*subject.call())
+    (kernel,) = _assembler().assemble(*subject.call(), target=TARGET).kernels
+    return kernel
+
+
+def _assemble_mosaic(function: Any, *operands: Any) -> Any:
+    """Mosaic GPU calls the assembler itself; it leaves us what it gives it."""
+    operands = jax.tree.map(_memory._on(_memory._device(TARGET)), operands)
+    with (
+        tempfile.TemporaryDirectory() as name,
+        unittest.mock.patch.dict(os.environ, MOSAIC_GPU_DUMP_TO=name),
+        unittest.mock.patch.dict(os.environ, MOSAIC_GPU_DUMP_PTX="1"),
+        _memory._described(TARGET),
+        _memory._complete_toolchain(TARGET),
+    ):
+        traced = jax.jit(function).trace(*operands)
+        traced.lower(lowering_platforms=("cuda",)).compile()
+        folder = Path(name)
+        (dumped,) = folder.glob("*.ptx")
+        ptx = dumped.rename(folder / "ptx").read_text()
+        architecture = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)[1]
+        command = [str(_assembler().tool("ptxas")), "-v", f"-arch={architecture}"]
+        command += [str(folder / "ptx"), "-o", str(folder / "cubin")]
+        ran = subprocess.run(command, capture_output=True, text=True, check=True)
+        (folder / "report").write_text(ran.stderr)
+        (kernel,) = _assembler()._read(folder)
+    return kernel
 
 
 class Instruction(NamedTuple):
@@ -83,14 +199,17 @@ class Instruction(NamedTuple):
     @property
     def loaded_bytes(self) -> int:
         """Bytes a thread reads from global memory."""
-        if self.name != "LDG":
+        if self.name not in ("LD", "LDG"):
             return 0
         width = re.search(r"\.[US]?(8|16|64|128)\b", self.operation)
         return int(width[1]) // 8 if width else 4
 
 
+LOOP = Instruction(False, "LOOP", "")  # stands for what a branch back repeats
+
+
 class Code(NamedTuple):
-    """A kernel's instructions, and where its labels point."""
+    """A kernel's instructions, and where labels point."""
 
     instructions: list[Instruction]
     labels: dict[str, int]
@@ -117,11 +236,12 @@ def disassemble(kernel) -> Code:
     return code
 
 
-def ordinary_path(code: Code) -> list[Instruction]:
+def ordinary_path(code: Code, *, is_shorter: bool) -> list[Instruction]:
     """Instructions from the entry to the exit, on the side that loads nothing again.
 
-    Of sides that load the same, the longer: some threads run it.
+    Of sides that load the same, the longer, as some threads run it, or the shorter.
     """
+    sign = 1 if is_shorter else -1
 
     @functools.cache
     def path_from(start: int) -> tuple[Instruction, ...]:
@@ -133,88 +253,121 @@ def ordinary_path(code: Code) -> list[Instruction]:
                 break
             if instruction.name in ("BRX", "CALL", "JMP", "RET"):
                 raise NotImplementedError(f"{instruction} leads where no label says")
-            if instruction.name == "BRA":
+            # BRA.DIV is for warps whose threads are apart, which these never are.
+            if instruction.name == "BRA" and ".DIV" not in instruction.operation:
                 target = code.labels[re.search(r"\((\.L_\w+)\)", instruction[2])[1]]
                 if target <= here:
-                    raise NotImplementedError("a loop: how often it runs is not known")
+                    path.append(LOOP)
+                    break
                 sides = [path_from(target)]
                 if instruction.is_conditional:
                     sides.append(path_from(here + 1))
-                path += min(sides, key=lambda side: (_loaded(side), -len(side)))
+                path += min(sides, key=lambda s: (LOOP in s, _loaded(s), sign * len(s)))
                 break
         return tuple(path)
 
-    return list(path_from(0))
+    path = list(path_from(0))
+    if LOOP in path:
+        raise NotImplementedError("a loop: how often it runs is not known")
+    return path
 
 
-def count(operation: str, bits: int) -> dict:
-    """Counts and bounds of `encode` or `decode`."""
-    program = _assembler().assemble(*_call(operation, bits), target="h100")
-    (kernel,) = program.kernels
+def in_flight(path: list[Instruction]) -> int:
+    """Bytes that a thread asks for before it waits for the first of them."""
+    waited: set[str] = set()
+    total = 0
+    for instruction in path:
+        registers = re.findall(r"\bR(\d+)\b", instruction.operands)
+        sources = registers[1:] if instruction.loaded_bytes else registers
+        if not waited.isdisjoint(sources):
+            break
+        if instruction.loaded_bytes:
+            total += instruction.loaded_bytes
+            size = max(1, instruction.loaded_bytes // 4)
+            waited |= {str(int(registers[0]) + i) for i in range(size)}
+    return total
+
+
+def count(subject: Subject) -> dict:
+    """Counts and bounds of a kernel."""
+    kernel, elements = assemble(subject), subject.elements
     code = disassemble(kernel)
-    path = ordinary_path(code)
-    layout = layout_of(SHAPE, GROUP_SIZE)
-    block = config.heuristic(layout.group, DTYPE.itemsize)
-    elements = block.groups * layout.group / (32 * block.num_warps)  # of one thread
-    packed = bits / 8 + 4 / layout.group
-    read, written = DTYPE.itemsize, packed
-    if operation == "decode":
+    path = ordinary_path(code, is_shorter=subject.implementation == "mosaic_gpu")
+    packed = sum(part.size * 4 for part in jax.tree.leaves(subject.stored))
+    unpacked, packed = subject.x.dtype.itemsize, packed / math.prod(SHAPE)
+    read, written = unpacked, packed
+    if subject.operation == "decode":
         read, written = written, read
     if not read <= _loaded(path) / elements <= 1.5 * read + 0.25:
-        raise RuntimeError(
-            f"the path loads {_loaded(path)} bytes: not the ordinary one"
-        )
+        raise RuntimeError(f"{_loaded(path)} bytes loaded: not the ordinary path")
     counts = collections.Counter(instruction.pipe for instruction in path)
     counts["fma"] += counts["imad"]
     counts["issue"] = len(path)
     clocks = {pipe: counts[pipe] / elements / THROUGHPUT[pipe] for pipe in THROUGHPUT}
     rates = {
-        pipe: DTYPE.itemsize * MULTIPROCESSORS * CLOCK / clock
+        pipe: unpacked * MULTIPROCESSORS * CLOCK / clock
         for pipe, clock in clocks.items()
         if clock
-    } | {"HBM": DTYPE.itemsize * BANDWIDTH / (read + written)}
+    } | {"HBM": unpacked * BANDWIDTH / (read + written)}
     bound = min(rates, key=rates.__getitem__)
-    return {
-        "operation": operation,
-        "bits": bits,
+    resolved = dataclasses.replace(subject, config=subject.block)
+    return dataclasses.asdict(resolved) | {
         "registers": kernel.registers,
+        "spilled_bytes": kernel.spill_stores + kernel.spill_loads,
         "instructions_in_kernel": len(code.instructions),
         "instructions_on_path": len(path),
         "elements_per_thread": elements,
+        "bytes_in_flight_per_thread": in_flight(path),
         "operations_per_element": _most_common(path, elements),
         "per_element": {pipe: counts[pipe] / elements for pipe in THROUGHPUT},
         "bytes_read": read,
         "bytes_written": written,
         "logical_bytes_per_second": rates,
+        "compute_bytes_per_second": min(rates[pipe] for pipe in rates if pipe != "HBM"),
         "bound": bound,
         "expected_bytes_per_second": rates[bound],
     }
 
 
+def assumed() -> dict:
+    """What counts are turned into time with, and what compiled them."""
+    ptxas = [str(_assembler().tool("ptxas")), "--version"]
+    version = subprocess.run(ptxas, capture_output=True, text=True, check=True).stdout
+    return {
+        "target": TARGET,
+        "jax": jax.__version__,
+        "ptxas": re.search(r"release [\d.]+, V([\d.]+)", version)[1],
+        "date": datetime.date.today().isoformat(),
+        "assumed": {
+            "multiprocessors": MULTIPROCESSORS,
+            "clock_hz": CLOCK,
+            "hbm_bytes_per_second": BANDWIDTH,
+            "results_per_clock": THROUGHPUT,
+        },
+    }
+
+
 def table(rows: list[dict]) -> str:
-    columns = ["op", "bits", "registers", *THROUGHPUT, "read", "written"]
-    columns += ["compute TB/s", "HBM TB/s", "bound"]
+    columns = ["kernel", "by", "dtype", "bits", "registers", *THROUGHPUT]
+    columns += ["read", "written", "compute TB/s", "HBM TB/s", "bound"]
     lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     for row in rows:
-        rates = row["logical_bytes_per_second"]
-        compute = min(rate for pipe, rate in rates.items() if pipe != "HBM")
-        cells = [row["operation"], row["bits"], row["registers"]]
+        cells = [f"{row['format']} {row['operation']}"]
+        cells += [row[k] for k in ("implementation", "dtype", "bits", "registers")]
         cells += [f"{number:.2f}" for number in row["per_element"].values()]
-        cells += [f"{row['bytes_read']:.3f}", f"{row['bytes_written']:.3f}"]
-        cells += [f"{compute / 1e12:.2f}", f"{rates['HBM'] / 1e12:.2f}", row["bound"]]
+        cells += [f"{row[k]:.3f}" for k in ("bytes_read", "bytes_written")]
+        speeds = row["compute_bytes_per_second"], row["logical_bytes_per_second"]["HBM"]
+        cells += [*(f"{speed / 1e12:.2f}" for speed in speeds), row["bound"]]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)
 
 
-def _call(operation: str, bits: int):
-    x, seed = jax.ShapeDtypeStruct(SHAPE, DTYPE), jax.ShapeDtypeStruct((), "uint32")
-    options = {"bits": bits, "group_size": GROUP_SIZE}
-    if operation == "encode":
-        encode = functools.partial(triton.encode, **options, stochastic=True)
-        return encode, x, seed
-    encode = functools.partial(affine.encode, **options)
-    decode = functools.partial(triton.decode, shape=SHAPE, dtype=DTYPE, **options)
-    return decode, jax.eval_shape(encode, x, seed)
+def subjects(implementations: list[str], bits: list[int]) -> list[Subject]:
+    floats = itertools.product(("affine",), ("encode", "decode"), implementations, bits)
+    masks = MASKS if "triton" in implementations else ()
+    return [Subject(*each) for each in floats] + [
+        Subject("mask", operation, "triton", 1, dtype) for operation, dtype in masks
+    ]
 
 
 def _most_common(path, elements: float) -> dict[str, float]:
@@ -223,7 +376,7 @@ def _most_common(path, elements: float) -> dict[str, float]:
 
 
 def _loaded(path) -> int:
-    return sum(instruction.loaded_bytes for instruction in path)
+    return sum(i.loaded_bytes for i in path)
 
 
 @functools.cache
@@ -238,28 +391,13 @@ def _assembler():
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--bits", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--implementations", nargs="+", default=IMPLEMENTATIONS)
     default = FOLDER / "results" / "h100-count.json"
     parser.add_argument("--out", type=Path, default=default)
     options = parser.parse_args()
-    rows = [count(op, bits) for op in ("encode", "decode") for bits in options.bits]
-    ptxas = [str(_assembler().tool("ptxas")), "--version"]
-    version = subprocess.run(ptxas, capture_output=True, text=True, check=True).stdout
-    results = {
-        "target": "h100",
-        "dtype": DTYPE.name,
-        "group_size": GROUP_SIZE,
-        "jax": jax.__version__,
-        "ptxas": re.search(r"release [\d.]+, V([\d.]+)", version)[1],
-        "date": datetime.date.today().isoformat(),
-        "command": " ".join(["python kernels/benchmarks/count.py", *sys.argv[1:]]),
-        "assumed": {
-            "multiprocessors": MULTIPROCESSORS,
-            "clock_hz": CLOCK,
-            "hbm_bytes_per_second": BANDWIDTH,
-            "results_per_clock": THROUGHPUT,
-        },
-        "rows": rows,
-    }
+    rows = [count(s) for s in subjects(options.implementations, options.bits)]
+    command = " ".join(["python kernels/benchmarks/count.py", *sys.argv[1:]])
+    results = assumed() | {"command": command, "rows": rows}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(results, indent=1) + "\n")
     print(table(rows))

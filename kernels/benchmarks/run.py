@@ -1,13 +1,18 @@
 """Time packing and unpacking on the device at hand, after checking every bit of it.
 
-  python kernels/benchmarks/run.py [--small] [--bits 2 4] [--shapes gpt2]
+  python kernels/benchmarks/run.py [--small] [--bits 2 4] [--shapes gpt2 stage]
+
+The rows that matter most, in a few minutes of a GPU:
+
+  python kernels/benchmarks/run.py --bits 2 4 --shapes "resnet50 stem" \\
+    "resnet50 stage 1 wide" "gpt2-medium attention" "gpt2-medium hidden"
 
 Each implementation is compiled as a chain of calls on so many inputs that a GPU's cache
 holds few of them when their turn comes again. On a GPU the time is that of its kernels,
 by CUPTI, without gaps between them; elsewhere, or by `--clock wall`, it is that from
 call to result. Implementations are those that do not decline, the reference under XLA,
 and `naive`'s two; a copy, which reads and writes the unpacked bytes once each, is the
-yardstick.
+yardstick. Masks and indices are timed on arrays of a few shapes alone.
 """
 
 import argparse
@@ -31,12 +36,13 @@ import numpy as np
 import shapes
 from jax import lax
 
-from jaxact_kernels import affine, choose
+from jaxact_kernels import affine, choose, index, mask
 
 FOLDER = Path(__file__).parent
 CACHE_BYTES = 128 * 2**20  # more than twice an H100's L2 of 50 MB
 OUTPUT_BYTES = 4 * 2**30  # what CUPTI's repetitions may hold at a time
 SEED = 7
+LOSSLESS = "resnet50 stem", "gpt2-medium hidden", "small stream"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -98,10 +104,26 @@ def implementations(operation: Any) -> dict[str, bool]:
     for name in (*operation.kernels(), "reference"):
         try:
             choose(operation, implementation=name)
-        except NotImplementedError:
+        except NotImplementedError as reason:
+            _say_once(str(reason))
             continue
         names[name] = name == chosen
     return names
+
+
+@functools.cache
+def _say_once(what: str) -> None:
+    print(f"  {what}", file=sys.stderr, flush=True)
+
+
+def implemented(
+    op: str, operation: Any, function: Callable[..., Any], inputs: list[Any]
+) -> list[Case]:
+    """A case for each implementation of an operation that runs here."""
+    return [
+        Case(op, name, functools.partial(function, implementation=name), inputs, chosen)
+        for name, chosen in implementations(operation).items()
+    ]
 
 
 def encoders(
@@ -109,12 +131,8 @@ def encoders(
 ) -> list[Case]:
     """Cases whose inputs are (array, seed)."""
     operation = affine.Encode(activation.shape, jnp.dtype(activation.dtype), bits)
-    cases = []
-    for name, is_chosen in implementations(operation).items():
-        # The one chosen is called as everybody calls it.
-        which = None if is_chosen else name
-        encode = functools.partial(affine.encode, bits=bits, implementation=which)
-        cases.append(Case("encode", name, _applied(encode), inputs, is_chosen))
+    encode = _applied(functools.partial(affine.encode, bits=bits))
+    cases = implemented("encode", operation, encode, inputs)
     fused = functools.partial(naive.fused_encode, bits=bits)
     cases.append(Case("encode", "fused XLA", _applied(fused), inputs))
     if 32 % bits == 0:
@@ -127,15 +145,33 @@ def decoders(activation: shapes.Activation, bits: int, stored: dict) -> list[Cas
     shape, dtype = activation.shape, jnp.dtype(activation.dtype)
     options = {"shape": shape, "dtype": dtype, "bits": bits}
     operation = affine.Decode(shape, dtype, bits)
-    cases = []
-    for name, is_chosen in implementations(operation).items():
-        which = None if is_chosen else name
-        decode = functools.partial(affine.decode, **options, implementation=which)
-        cases.append(Case("decode", name, decode, stored["reference"], is_chosen))
+    decode = functools.partial(affine.decode, **options)
+    cases = implemented("decode", operation, decode, stored["reference"])
     if "naive" in stored:
         first = functools.partial(naive.decode, **options)
         cases.append(Case("decode", "naive", first, stored["naive"]))
     return cases
+
+
+def lossless(activation: shapes.Activation, xs: list[Any]) -> list[list[Case]]:
+    """Masks, also of comparisons, and indices of two bits; of the shape of `xs`."""
+    shape, boolean, int8 = activation.shape, np.dtype("bool"), np.dtype("int8")
+    positive = [jax.jit(lambda x: x > 0)(x) for x in xs]
+    indices = [jax.jit(lambda x: (x * 4).astype(np.int8) & 3)(x) for x in xs]
+    packed_mask = [jax.jit(mask.encode)(x) for x in positive]
+    encode = functools.partial(index.encode, bits=2)
+    packed = [jax.jit(encode)(x) for x in indices]
+    decode = functools.partial(index.decode, shape=shape, dtype=int8, bits=2)
+    above = functools.partial(mask.encode, above=0)
+    compare = mask.Encode(shape, jnp.dtype(activation.dtype), is_comparison=True)
+    of_mask = functools.partial(mask.decode, shape=shape)
+    return [
+        implemented("mask encode", mask.Encode(shape, boolean), mask.encode, positive),
+        implemented("mask encode above 0", compare, above, xs),
+        implemented("mask decode", mask.Decode(shape, boolean), of_mask, packed_mask),
+        implemented("index encode", index.Encode(shape, int8, 2), encode, indices),
+        implemented("index decode", index.Decode(shape, int8, 2), decode, packed),
+    ]
 
 
 def check(cases: list[Case], inputs: list[Any]) -> None:
@@ -193,8 +229,7 @@ def measure(
     activation: shapes.Activation, bits: int, num_samples: int, clock: str
 ) -> list[dict]:
     """Rows of one shape."""
-    on_gpu = jax.default_backend() == "gpu"
-    count = max(2, math.ceil(CACHE_BYTES / activation.num_bytes)) if on_gpu else 1
+    count = num_inputs(activation.num_bytes)
     xs = samples_of(activation, count)
     # Seeds differ, so that calls have no noise in common that XLA computes once.
     seeds = [jnp.uint32(SEED + i) for i in range(count)]
@@ -215,6 +250,37 @@ def measure(
     sizes = {name: _num_bytes(outputs[0]) for name, outputs in stored.items()}
     times = microseconds([*encode, *decode, copy], num_samples, clock)
     return [row(activation, bits, *timed, sizes) for timed in times.items()]
+
+
+def measure_lossless(
+    activation: shapes.Activation, num_samples: int, clock: str
+) -> list[dict]:
+    """Rows of masks and indices of one shape."""
+    xs = samples_of(activation, num_inputs(math.prod(activation.shape)))
+    rows = []
+    for cases in lossless(activation, xs):
+        inputs = cases[0].inputs
+        is_comparison = inputs is xs
+        check(cases, [with_special_values(x) for x in xs] if is_comparison else inputs)
+        kind, op = cases[0].op.split()[:2]
+        dtype = {"mask": "bool", "index": "int8"}[kind]
+        of = (
+            activation
+            if is_comparison
+            else dataclasses.replace(activation, dtype=dtype)
+        )
+        bits = {"mask": 1, "index": 2}[kind]
+        packed = inputs[0] if op == "decode" else cases[0].chain(inputs)[0]
+        sizes = {"reference": _num_bytes(packed)}
+        times = microseconds(cases, num_samples, clock)
+        rows += [row(of, bits, *timed, sizes) for timed in times.items()]
+    return rows
+
+
+def num_inputs(num_bytes: int) -> int:
+    """Arrays of this size for a chain of calls."""
+    on_gpu = jax.default_backend() == "gpu"
+    return max(2, math.ceil(CACHE_BYTES / num_bytes)) if on_gpu else 1
 
 
 def row(activation, bits: int, case: Case, times: list[float], sizes: dict) -> dict:
@@ -254,8 +320,8 @@ def _reference(cases: list[Case]) -> Case:
     return reference
 
 
-def _applied(function: Callable[..., Any]) -> Callable[[tuple], Any]:
-    return lambda arguments: function(*arguments)
+def _applied(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda arguments, **options: function(*arguments, **options)
 
 
 def _same_bits(got: Any, wanted: Any) -> bool:
@@ -277,34 +343,51 @@ def device_name() -> str:
     return f"{platform.machine()}, {os.cpu_count()} cores" if kind == "cpu" else kind
 
 
-def main() -> None:
+def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="results/<device>.json if not given")
     parser.add_argument("--small", action="store_true", help="shapes for a CPU")
     parser.add_argument("--bits", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--shapes", default="", help="only names that contain this")
+    parser.add_argument(
+        "--shapes", nargs="+", default=[""], help="parts of their names"
+    )
     parser.add_argument("--samples", type=int, default=20)
     parser.add_argument("--clock", choices=("cupti", "wall"))
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = _options()
     clock = options.clock or ("cupti" if jax.default_backend() == "gpu" else "wall")
     every = shapes.SMALL if options.small else shapes.RESNET50 + shapes.GPT2_MEDIUM
-    rows = []
-    for activation in (a for a in every if options.shapes in a.name):
-        for bits in options.bits:
-            print(f"{activation}, {bits} bits", file=sys.stderr, flush=True)
-            rows += measure(activation, bits, options.samples, clock)
     kind = jax.devices()[0].device_kind.lower().replace(" ", "-")
     out = options.out or FOLDER / "results" / f"{kind}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
     results = {
         "device": device_name(),
         "jax": jax.__version__,
         "date": datetime.date.today().isoformat(),
         "command": " ".join(["python kernels/benchmarks/run.py", *sys.argv[1:]]),
         "clock": clock,
-        "rows": rows,
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(results, indent=1) + "\n")
+    rows: list[dict] = []
+
+    def add(what: str, measured: Callable[..., list[dict]], *arguments: Any) -> None:
+        start = time.perf_counter()
+        rows.extend(measured(*arguments, options.samples, clock))
+        print(
+            f"{what}: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True
+        )
+        # Each time, as a machine may be lent for less long than all of them take.
+        out.write_text(json.dumps(results | {"rows": rows}, indent=1) + "\n")
+
+    for activation in every:
+        if not any(part in activation.name for part in options.shapes):
+            continue
+        for bits in options.bits:
+            add(f"{activation}, {bits} bits", measure, activation, bits)
+        if activation.name in LOSSLESS:
+            add(f"{activation}, lossless", measure_lossless, activation)
     print(table(rows))
 
 

@@ -1,6 +1,7 @@
 """What one program of a Triton kernel loads and stores: a block of groups."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,6 +12,8 @@ from jax.experimental.pallas import triton as plt
 
 from jaxact_kernels.layout import Layout
 from jaxact_kernels.tiles import Tiles
+
+Index = int | jax.Array  # of a tile; may be traced
 
 
 def elements_shape(layout: Layout) -> tuple[int, int]:
@@ -52,11 +55,11 @@ class Block:
         """Repeat a value for each group over a tile."""
         return lax.broadcast_in_dim(x, self.shape, (0,))
 
-    def is_real(self, k: int) -> jax.Array | None:
+    def is_real(self, k: Index) -> jax.Array | None:
         """Where tile `k` has elements of the array; None for everywhere."""
         return self._tile(k)[1]
 
-    def load(self, ref: Any, k: int) -> jax.Array:
+    def load(self, ref: Any, k: Index) -> jax.Array:
         """Load tile `k` of the elements; 0 where there are none."""
         index, is_real = self._tile(k)
         return _load(ref, index, is_real)
@@ -74,10 +77,10 @@ class Block:
             for first in self.tiles.first_words()
         }
 
-    def store_words(self, ref: Any, packed: list[tuple[int, jax.Array]]) -> None:
+    def store_words(self, ref: Any, packed: Sequence[jax.Array]) -> None:
         """Store what `Tiles.pack` returned."""
         mask = _all(self._spread_is_group(), self._is_lane)
-        for first, words in packed:
+        for first, words in zip(self.tiles.first_words(), packed, strict=True):
             plt.store(ref.at[self._words(first)], words, mask=mask)
 
     def load_groups(self, ref: Any) -> jax.Array:
@@ -91,10 +94,10 @@ class Block:
     def _words(self, first: int) -> tuple[jax.Array, jax.Array]:
         return self.spread(self.number), lax.add(self._lane, np.int32(first))
 
-    def _tile(self, k: int) -> tuple[tuple[jax.Array, jax.Array], jax.Array | None]:
+    def _tile(self, k: Index) -> tuple[tuple[jax.Array, jax.Array], jax.Array | None]:
         layout = self.tiles.layout
         row = self.number
-        element = lax.add(self._lane, np.int32(k * self.tiles.width))
+        element = lax.add(self._lane, k * np.int32(self.tiles.width))
         is_element = None
         if layout.padding:
             num_groups = np.int32(layout.num_groups)

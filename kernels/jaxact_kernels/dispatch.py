@@ -100,6 +100,7 @@ def _lower_on_gpu(ctx: Any, *values: Any, definition, operation, **params: Any) 
     choice = choose(whole, device, params["implementation"])
     if choice.implementation == REFERENCE:
         return _lower_definition(ctx, *values, definition=definition)
+    assert device is not None  # or every kernel had declined
     # Imported here because Pallas takes a third of a second to import.
     from jaxact_kernels.partition import kernel_call, sharded_call
 

@@ -74,7 +74,7 @@ class Operation(abc.ABC):
         return lead | {GROUP: layout.num_groups, "element": layout.group}
 
     @property
-    def lead_axes(self) -> Axes:
+    def lead_axes(self) -> tuple[str, ...]:
         """Axes that groups do not run along."""
         return tuple(f"lead{i}" for i in range(len(self.layout.lead)))
 

@@ -56,10 +56,10 @@ class Tiles:
         """Blocks of the array; the last may be short of groups."""
         return -(-self.layout.total_groups // self.groups)
 
-    def pack(self, codes: list[jax.Array]) -> list[tuple[int, jax.Array]]:
-        """Pack one tile of codes after another; list (first word, words)."""
+    def pack(self, codes: list[jax.Array]) -> list[jax.Array]:
+        """Pack one tile of codes after another: words for each of `first_words`."""
         packed = []
-        for start, offset, width in self._fields():
+        for _, offset, width in self._fields():
             repeats = width // self.finest
             for m in range(repeats):
                 terms = [
@@ -69,8 +69,29 @@ class Tiles:
                     for k in range(m, self.count, repeats)
                 ]
                 words = functools.reduce(lax.bitwise_or, terms)
-                packed.append((start + m * self.width, words))
+                packed.append(words)
         return packed
+
+    def pack_one(
+        self, k: jax.Array, code: jax.Array, packed: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, ...]:
+        """Add tile `k`, an `int32` that may be traced, to packed words.
+
+        `packed` has an array for each of `first_words`, of zeros before the first tile.
+        """
+        added = []
+        for _, offset, width in self._fields():
+            repeats = width // self.finest
+            turn = lax.div(k, np.int32(repeats))
+            place = lax.rem(k, np.int32(repeats))
+            shift = lax.convert_element_type(turn * np.int32(width), np.uint32)
+            field = _field(code, offset, width, self.bits)
+            field = lax.shift_left(field, lax.full_like(field, shift))
+            for m in range(repeats):
+                here = lax.full_like(field, lax.eq(place, np.int32(m)), np.bool_)
+                words = lax.bitwise_or(packed[len(added)], field)
+                added.append(lax.select(here, words, packed[len(added)]))
+        return tuple(added)
 
     def unpack(self, k: int, words: dict[int, jax.Array]) -> jax.Array:
         """Return tile `k` of the codes, from words by the first word of each tile."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -34,12 +35,21 @@ class _Affine(Operation):
         return {"bits": self.bits, "group_size": self.group_size}
 
     def kernels(self) -> dict[str, Callable[[Device], str | None]]:
-        return {"triton": self._triton_declines}
+        # Both are bound by memory by their instruction counts (kernels/benchmarks).
+        # Triton comes first because it serves every shape.
+        return {"triton": self._triton_declines, "mosaic_gpu": self._mosaic_declines}
 
     def _triton_declines(self, device: Device) -> str | None:
-        from jaxact_kernels.affine import triton
-
+        try:
+            from jaxact_kernels.affine import triton
+        except ImportError:
+            return "this version of JAX has no Pallas Triton"
         return old_for_triton(device) or triton.declines(self.layout, self.dtype)
+
+    def _mosaic_declines(self, device: Device) -> str | None:
+        from jaxact_kernels.affine import mosaic_gpu
+
+        return mosaic_gpu.declines(self.layout, self.dtype, self.bits, device)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,8 +121,4 @@ class Decode(_Affine):
 
 
 def _module(implementation: str) -> Any:
-    if implementation == "triton":
-        from jaxact_kernels.affine import triton
-
-        return triton
-    raise ValueError(f"the affine format has no implementation {implementation!r}")
+    return importlib.import_module(f"jaxact_kernels.affine.{implementation}")

@@ -41,7 +41,7 @@ MAGIC_BITS = np.uint32(0x4B000000)
 FRACTION = np.uint32(0xFFFF)  # the bits of a fixed-point code below 1
 
 # What a thread holds is said here, not inferred; jax before 0.12 knows no other way.
-_LANE = (
+_LANE: dict[str, Any] = (
     {"lowering_semantics": plgpu.LoweringSemantics.Lane}
     if hasattr(plgpu, "LoweringSemantics")
     else {}
@@ -149,7 +149,9 @@ def declines(
 
 
 def _call(kernel: Callable, tiles: Tiles, out_type, *, name: str, interpret: bool):
-    options = {"interpret": plgpu.InterpretGPUParams()} if interpret else {}
+    options: dict[str, Any] = {}
+    if interpret:
+        options["interpret"] = plgpu.InterpretGPUParams()
     return plgpu.kernel(
         kernel,
         out_type=out_type,
@@ -196,7 +198,7 @@ def _encode(x_ref, *refs, tiles, dtype, stochastic, numbering):
     for k, (low, high) in enumerate(_noise_pairs(block, draw, metadata)):
         partner = k + tiles.count // 2
         codes[k], codes[partner] = code(xs[k], low), code(xs[partner], high)
-    for first, packed in tiles.pack(codes):
+    for first, packed in zip(tiles.first_words(), tiles.pack(codes), strict=True):
         block.store(words_ref, first, packed)
 
 

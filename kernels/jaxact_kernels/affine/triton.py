@@ -125,26 +125,36 @@ def _encode(x_ref, *refs, tiles, dtype, stochastic, numbering, interpret):
     *scalars, words_ref, metadata_ref = refs
     draw = (*(ref[0] for ref in scalars), numbering) if stochastic else None
 
-    def load(k):
-        return _to_float32(block.load(x_ref, k))
-
-    def write(lo, hi, tile, fixed_point):
-        metadata = group.metadata(lo, hi, tiles.bits, dtype)
-        line = group.encoding_line(lo, metadata)
-        fixed = fixed_point(block, line)
-        codes = _codes(block, lambda k: fixed(tile(k)), draw, metadata)
-        block.store_words(words_ref, tiles.pack(codes))
-        block.store_groups(metadata_ref, metadata)
-
+    big = group.largest(dtype)
     xs = [block.load(x_ref, k) for k in range(tiles.count)]
     lo, hi, is_ordinary = _ordinary_extremes(block, xs, can_pair=not interpret)
 
+    def store(metadata, packed):
+        block.store_words(words_ref, packed)
+        block.store_groups(metadata_ref, metadata)
+
     def ordinary():
-        write(lo, hi, lambda k: _to_float32(xs[k]), _ordinary_fixed_point)
+        metadata = group.metadata(lo, hi, tiles.bits, dtype)
+        line = group.encoding_line(lo, metadata)
+        fixed = _ordinary_fixed_point(block, line, is_contracted=interpret)
+        store(metadata, tiles.pack(_codes(block, xs, fixed, draw, metadata)))
 
     def any_other():
-        # Loaded again: a branch that hardly ever runs should hold no registers.
-        write(*_extremes(block, load, group.largest(dtype)), load, _fixed_point)
+        # In a loop that loads each tile again: a branch that hardly ever runs should
+        # hold no registers and take no time to compile.
+        load = lambda k: _to_float32(block.load(x_ref, k))
+        lo, hi = _extremes(block, load, big)
+        metadata = group.metadata(lo, hi, tiles.bits, dtype)
+        fixed = _fixed_point(block, group.encoding_line(lo, metadata))
+        first = _first_counter(block, draw, metadata)
+
+        def add(k, packed):
+            code = _code(block, k, fixed(load(k)), _noise(block, first, k))
+            return tiles.pack_one(k, code, packed)
+
+        none = lax.full(block.shape, 0, np.uint32)
+        nothing = tuple(none for _ in tiles.first_words())
+        store(metadata, lax.fori_loop(0, tiles.count, add, nothing))
 
     lax.cond(is_ordinary, ordinary, any_other)
 
@@ -210,17 +220,24 @@ def _to_float32(x: jax.Array) -> jax.Array:
 
 def _extremes(block, load, big):
     """Least and greatest finite element of each group; NaN where there is a NaN."""
-    lo = hi = nan = None
-    for k in range(block.tiles.count):
+
+    def join(k, ends):
+        lo, hi, nan = ends
         x = load(k)
         is_ignored = lax.eq(lax.abs(x), np.float32(np.inf))
-        if block.is_real(k) is not None:
-            is_ignored = lax.bitwise_or(is_ignored, lax.bitwise_not(block.is_real(k)))
-        low, high = group.put(big, is_ignored, x), group.put(-big, is_ignored, x)
+        is_real = block.is_real(k)
+        if is_real is not None:
+            is_ignored = lax.bitwise_or(is_ignored, lax.bitwise_not(is_real))
         is_nan = lax.convert_element_type(lax.ne(x, x), np.int32)
-        lo = low if lo is None else lax.min(lo, low)
-        hi = high if hi is None else lax.max(hi, high)
-        nan = is_nan if nan is None else lax.bitwise_or(nan, is_nan)
+        return (
+            lax.min(lo, group.put(big, is_ignored, x)),
+            lax.max(hi, group.put(-big, is_ignored, x)),
+            lax.bitwise_or(nan, is_nan),
+        )
+
+    start = (lax.full(block.shape, end, np.float32) for end in (np.inf, -np.inf))
+    start = (*start, lax.full(block.shape, 0, np.int32))
+    lo, hi, nan = lax.fori_loop(0, block.tiles.count, join, start)
     lo, hi = jnp.min(lo, axis=1), jnp.max(hi, axis=1)
     is_nan = lax.gt(jnp.max(nan, axis=1), np.int32(0))
     return group.put(np.float32(np.nan), is_nan, lax.min(lo, hi)), lax.max(lo, hi)
@@ -254,7 +271,7 @@ def _fixed_point(block, line):
     return fixed
 
 
-def _ordinary_fixed_point(block, line):
+def _ordinary_fixed_point(block, line, *, is_contracted):
     """The same for ordinary numbers: nothing overflows and nothing needs clipping.
 
     x <= hi gives t <= top: half the range is at most s * steps / 2, an exact float32;
@@ -267,6 +284,10 @@ def _ordinary_fixed_point(block, line):
 
     def fixed(x):
         t = lax.mul(lax.sub(x, zero), slope)
+        if is_contracted:
+            # Triton rounds every product. XLA:CPU, which runs interpreted kernels, may
+            # contract this one with the sum that follows; not through a maximum.
+            t = lax.max(t, np.float32(0))
         return lax.add(_rounded(t, block.tiles.bits), base)
 
     return fixed
@@ -282,38 +303,57 @@ def _rounded(t: jax.Array, bits: int) -> jax.Array:
     return lax.add(lax.sub(group.pattern(lax.add(lower, MAGIC)), MAGIC_BITS), rest)
 
 
-def _codes(block, fixed, draw, metadata):
+def _codes(block, xs, fixed, draw, metadata):
     """Round the tiles of fixed-point codes to integers, with the noise of `noise`."""
-    tiles = block.tiles
-    codes: list = [None] * tiles.count
-    for k, (low, high) in enumerate(_noise_pairs(block, draw, metadata)):
-        partner = k + tiles.count // 2
-        for place, bits in ((k, low), (partner, high)):
-            code = lax.shift_right_logical(lax.add(fixed(place), bits), np.uint32(16))
-            is_real = block.is_real(place)
-            if tiles.layout.padding and is_real is not None:
-                code = lax.select(is_real, code, lax.full_like(code, 0))
-            codes[place] = code
+    half = block.tiles.count // 2
+    first = _first_counter(block, draw, metadata)
+    codes: list = [None] * block.tiles.count
+    for k in range(half):
+        low = high = NEAREST
+        if first is not None:
+            bits = noise.hash32(lax.add(first, _step(block, k)))
+            low = lax.bitwise_and(bits, np.uint32(0xFFFF))
+            high = lax.shift_right_logical(bits, np.uint32(16))
+        for place, noise16 in ((k, low), (k + half, high)):
+            t = fixed(_to_float32(xs[place]))
+            codes[place] = _code(block, place, t, noise16)
     return codes
 
 
-def _noise_pairs(block, draw, metadata):
-    """The two halves of each hash: noise of tile k, and of the tile half a group on."""
-    tiles = block.tiles
-    half = tiles.count // 2
+def _code(block, k, fixed, noise16):
+    code = lax.shift_right_logical(lax.add(fixed, noise16), np.uint32(16))
+    is_real = block.is_real(k)
+    if block.tiles.layout.padding and is_real is not None:
+        code = lax.select(is_real, code, lax.full_like(code, 0))
+    return code
+
+
+def _first_counter(block, draw, metadata):
+    """What the noise of each group's first tile is a hash of; None for no noise."""
     if draw is None:
-        return [(NEAREST, NEAREST)] * half
+        return None
     seed, *origin, numbering = draw
     number = numbering.of(lax.convert_element_type(block.number, np.uint32))
     for first in origin:
         number = lax.add(first, number)
     key = noise.group_key(seed, number, metadata)
     lane = lax.broadcasted_iota(np.uint32, block.shape, 1)
-    first = lax.add(block.spread(key), lax.mul(lane, noise.GOLDEN))
-    pairs = []
-    for k in range(half):
-        step = np.uint32(k * tiles.width * int(noise.GOLDEN) % 2**32)
-        bits = noise.hash32(lax.add(first, step))
-        low = lax.bitwise_and(bits, np.uint32(0xFFFF))
-        pairs.append((low, lax.shift_right_logical(bits, np.uint32(16))))
-    return pairs
+    return lax.add(block.spread(key), lax.mul(lane, noise.GOLDEN))
+
+
+def _step(block, k):
+    """What is added to a counter for the hash of tiles `k` and half a group on."""
+    return np.uint32(k * block.tiles.width * int(noise.GOLDEN) % 2**32)
+
+
+def _noise(block, first, k):
+    """Noise of tile `k`, which may be traced."""
+    if first is None:
+        return NEAREST
+    half = np.int32(block.tiles.count // 2)
+    turn, k = lax.div(k, half), lax.rem(k, half)
+    step = lax.mul(lax.convert_element_type(k, np.uint32), _step(block, 1))
+    bits = noise.hash32(lax.add(first, step))
+    shift = lax.convert_element_type(turn, np.uint32) * np.uint32(16)
+    bits = lax.shift_right_logical(bits, lax.full_like(bits, shift))
+    return lax.bitwise_and(bits, np.uint32(0xFFFF))

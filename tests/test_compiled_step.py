@@ -1,0 +1,75 @@
+"""What a training step compiled for a GPU does around the kernels: nothing.
+
+Read from the program that XLA has optimized for an H100.
+"""
+
+import functools
+import re
+
+import jax
+import pytest
+
+import jaxact
+from examples.models import transformer
+from gpu_target import needs_target
+from jaxact._memory import _compile
+
+SIZE = transformer.Size(layers=3, batch=2, length=128, width=256, hidden=512)
+NAMED = jax.checkpoint_policies.save_only_these_names(*transformer.NAMES)
+KERNEL = "xla.gpu.triton"
+# What XLA adds when a kernel's operand is not where, or as, the kernel wants it.
+MOVES = {"copy", "copy-start", "copy-done", "pad", "transpose", "concatenate"}
+INSTRUCTION = re.compile(r"\s*(?:ROOT )?%?([\w.\-]+) = .*? ([\w\-]+)\((.*)")
+
+
+def instructions(text):
+    """Opcode, operands and line of every instruction, by name."""
+    found = {}
+    for line in text.splitlines():
+        if match := INSTRUCTION.match(line):
+            name, opcode, rest = match.groups()
+            operands = rest.split("), ")[0]
+            found[name] = opcode, re.findall(r"%([\w.\-]+)", operands), line
+    return found
+
+
+def source(name, program):
+    """The instruction that computes a value, seen through what costs nothing."""
+    while program[name][0] in ("bitcast", "get-tuple-element", "opt-barrier"):
+        name = program[name][1][0]
+    return program[name]
+
+
+@needs_target
+@pytest.mark.parametrize("recompute", [None, NAMED], ids=["default", "named"])
+def test_one_kernel_stores_and_one_restores_each_residual(recompute):
+    policy = jaxact.Policy(bits=2, recompute=recompute)
+    block = jaxact.compress(transformer.block, policy=policy, activations=(1,))
+    rows = jaxact.residuals(block, SIZE.layer, SIZE.input).rows
+    stored = [row for row in rows if isinstance(row.action, jaxact.Quantize)]
+    assert len(stored) >= 7
+    step = jax.grad(functools.partial(transformer.scanned_loss, block))
+    text = _compile(step, (SIZE.scanned, SIZE.input), {}, "h100").as_text()
+    program = instructions(text)
+    kernels = [i for i in program.values() if i[0] == "custom-call" and KERNEL in i[2]]
+    assert sum("affine_encode" in line for _, _, line in kernels) == len(stored)
+    assert sum("affine_decode" in line for _, _, line in kernels) == len(stored)
+    assert len(kernels) == 2 * len(stored)
+    for _, operands, line in kernels:
+        assert operands, line
+        for operand in operands:
+            opcode, _, made = source(operand, program)
+            assert opcode not in MOVES, (made, line)
+
+
+@needs_target
+def test_bits_stored_on_a_gpu_are_one_kernel_each():
+    def relu_step(w, x):
+        return (jax.nn.relu(x @ w) ** 2).sum()
+
+    shape = jax.ShapeDtypeStruct((512, 512), "float32")
+    f = jaxact.compress(relu_step, policy=jaxact.Policy(bits=2), activations=(1,))
+    text = _compile(jax.grad(f, argnums=(0, 1)), (shape, shape), {}, "h100").as_text()
+    lines = [line for line in text.splitlines() if KERNEL in line]
+    assert sum("mask_encode" in line for line in lines) == 1
+    assert sum("mask_decode" in line for line in lines) >= 1
