@@ -128,8 +128,7 @@ class Subject:
         return Config(tiles.groups, self.module.WARPS)
 
     @property
-    def elements(self) -> float:
-        """Elements of a thread."""
+    def elements(self) -> float:  # of a thread
         group = index.GROUP if self.format == "mask" else self.group_size
         return self.block.groups * group / (32 * self.block.num_warps)
 
@@ -169,14 +168,13 @@ def _assemble_mosaic(function: Any, *operands: Any) -> Any:
     ):
         traced = jax.jit(function).trace(*operands)
         traced.lower(lowering_platforms=("cuda",)).compile()
-        folder = Path(name)
-        (dumped,) = folder.glob("*.ptx")
+        (dumped,) = (folder := Path(name)).glob("*.ptx")
         ptx = dumped.rename(folder / "ptx").read_text()
         architecture = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)[1]
         command = [str(_assembler().tool("ptxas")), "-v", f"-arch={architecture}"]
         command += [str(folder / "ptx"), "-o", str(folder / "cubin")]
-        ran = subprocess.run(command, capture_output=True, text=True, check=True)
-        (folder / "report").write_text(ran.stderr)
+        with (folder / "report").open("w") as report:
+            subprocess.run(command, stderr=report, check=True)
         (kernel,) = _assembler()._read(folder)
     return kernel
 
@@ -193,8 +191,7 @@ class Instruction(NamedTuple):
     @property
     def pipe(self) -> str:
         """Where it runs; `issue` if no pipe but the schedulers is at stake."""
-        is_uniform = self.name.startswith("U")
-        return PIPE_OF.get(self.name, "issue" if is_uniform else "alu")
+        return PIPE_OF.get(self.name, "issue" if self.name.startswith("U") else "alu")
 
     @property
     def loaded_bytes(self) -> int:
@@ -301,6 +298,7 @@ def count(subject: Subject) -> dict:
     if not read <= _loaded(path) / elements <= 1.5 * read + 0.25:
         raise RuntimeError(f"{_loaded(path)} bytes loaded: not the ordinary path")
     counts = collections.Counter(instruction.pipe for instruction in path)
+    names = collections.Counter(f"{each.pipe} {each.name}" for each in path)
     counts["fma"] += counts["imad"]
     counts["issue"] = len(path)
     clocks = {pipe: counts[pipe] / elements / THROUGHPUT[pipe] for pipe in THROUGHPUT}
@@ -310,15 +308,16 @@ def count(subject: Subject) -> dict:
         if clock
     } | {"HBM": unpacked * BANDWIDTH / (read + written)}
     bound = min(rates, key=rates.__getitem__)
-    resolved = dataclasses.replace(subject, config=subject.block)
-    return dataclasses.asdict(resolved) | {
+    return dataclasses.asdict(subject) | {
+        "config": dataclasses.asdict(subject.block),
         "registers": kernel.registers,
+        "uses_shared": ".shared." in kernel.ptx,
         "spilled_bytes": kernel.spill_stores + kernel.spill_loads,
         "instructions_in_kernel": len(code.instructions),
         "instructions_on_path": len(path),
         "elements_per_thread": elements,
         "bytes_in_flight_per_thread": in_flight(path),
-        "operations_per_element": _most_common(path, elements),
+        "operations_per_element": {k: n / elements for k, n in names.most_common(16)},
         "per_element": {pipe: counts[pipe] / elements for pipe in THROUGHPUT},
         "bytes_read": read,
         "bytes_written": written,
@@ -365,14 +364,8 @@ def table(rows: list[dict]) -> str:
 def subjects(implementations: list[str], bits: list[int]) -> list[Subject]:
     floats = itertools.product(("affine",), ("encode", "decode"), implementations, bits)
     masks = MASKS if "triton" in implementations else ()
-    return [Subject(*each) for each in floats] + [
-        Subject("mask", operation, "triton", 1, dtype) for operation, dtype in masks
-    ]
-
-
-def _most_common(path, elements: float) -> dict[str, float]:
-    found = collections.Counter(f"{i.pipe} {i.name}" for i in path)
-    return {name: n / elements for name, n in found.most_common(16)}
+    found = [Subject(*each) for each in floats]
+    return found + [Subject("mask", op, "triton", 1, dtype) for op, dtype in masks]
 
 
 def _loaded(path) -> int:

@@ -57,7 +57,7 @@ def fused_encode(x, seed, *, bits, group_size=256):
     tiles = Tiles(layout, bits, groups=1)
     fixed = functools.partial(_fixed_point, line=line, bits=bits)
     codes = _codes(groups, fixed, key, tiles)
-    words = [words for _, words in tiles.pack(codes)]
+    words = tiles.pack(codes)
     return Stored(words[0] if len(words) == 1 else jnp.concatenate(words, -1), metadata)
 
 

@@ -4,8 +4,8 @@
   python kernels/benchmarks/tune.py --target h100       # without one: counts
 
 The first checks the bits of each candidate and times it as `run` does. The second
-compiles each and ranks them by the bound of `count`, then by what the pipes alone would
-allow; it also says how much of a multiprocessor's memory latency a candidate can hide.
+compiles each and ranks them by the bound of `count`; it also says what hides latency:
+how many warps a multiprocessor holds, and how many bytes they ask for before they wait.
 No code here runs in a user's program: the outcome is the rule in `config`.
 """
 
@@ -83,9 +83,9 @@ def counted(problem: Problem, configs: list[Config]) -> Iterator[dict]:
     for config in configs:
         subject = count.Subject("affine", config=config, **dataclasses.asdict(problem))
         row = count.count(subject)
-        warps = resident_warps(row["registers"], subject)
+        warps = resident_warps(row)
         yield {
-            "config": dataclasses.asdict(config),
+            "config": row["config"],
             **{key: row[key] for key in ("registers", "spilled_bytes", "per_element")},
             "resident_warps": warps,
             "bytes_in_flight": 32 * warps * row["bytes_in_flight_per_thread"],
@@ -94,17 +94,18 @@ def counted(problem: Problem, configs: list[Config]) -> Iterator[dict]:
         }
 
 
-def resident_warps(registers: int, subject: Any) -> int:
+def resident_warps(row: dict) -> int:
     """Warps that a multiprocessor holds; registers go to a warp 256 at a time.
 
-    No block shares more than the elements it holds.
+    No block shares more than the elements it holds, which is what is assumed of it.
     """
-    num_warps = subject.block.num_warps
-    elements = 32 * num_warps * subject.elements
-    shared = BLOCK_SHARED_BYTES + elements * subject.x.dtype.itemsize
-    of_warp = 256 * math.ceil(registers / 8)
+    num_warps, shared = row["config"]["num_warps"], BLOCK_SHARED_BYTES
+    if row["uses_shared"]:
+        elements = 32 * num_warps * row["elements_per_thread"]
+        shared += int(elements) * jnp.dtype(row["dtype"]).itemsize
+    of_warp = 256 * math.ceil(row["registers"] / 8)
     blocks = REGISTERS // (of_warp * num_warps), WARPS // num_warps, BLOCKS
-    return num_warps * min(*blocks, int(SHARED_BYTES // shared))
+    return num_warps * min(*blocks, SHARED_BYTES // shared)
 
 
 def timed(
@@ -167,8 +168,10 @@ def finding(problem: Problem, rows: list[dict]) -> str:
 
 
 def _rank(row: dict) -> tuple[float, ...]:
+    """The faster; of those that memory bounds alike, what hides its latency better."""
     speed = row["bytes_per_second"]
-    return speed, row.get("compute_bytes_per_second", speed)
+    hides = row.get("resident_warps", FEWEST_WARPS) >= FEWEST_WARPS
+    return speed, hides, row.get("compute_bytes_per_second", speed)
 
 
 def table(results: list[dict]) -> str:
@@ -242,7 +245,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--ops", nargs="+", default=both, choices=both)
     kernels = ["triton", "mosaic_gpu"]
     parser.add_argument(
-        "--implementations", nargs="+", default=["triton"], choices=kernels
+        "--implementations", nargs="+", default=kernels, choices=kernels
     )
     parser.add_argument("--bits", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])

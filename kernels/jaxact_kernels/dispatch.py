@@ -93,7 +93,9 @@ def _lower(ctx: Any, *values: Any, implementation: Any, **params: Any) -> Any:
 
 def _lower_on_gpu(ctx: Any, *values: Any, definition, operation, **params: Any) -> Any:
     devices = _devices(ctx)
-    device = device_of(devices[0]) if devices else here()
+    # Devices of another platform lower for a GPU that is described, not attached.
+    is_gpu = devices and devices[0].platform == "gpu"
+    device = device_of(devices[0]) if is_gpu else here()
     # What limits a kernel is the size of all lanes together.
     lanes = ctx.avals_out[0].shape[: len(params["lanes"])]
     whole = operation.at((*lanes, *operation.shape))

@@ -116,6 +116,22 @@ def test_no_value_is_too_odd(bits, dtype):
             assert_same_bits(got, wanted)
 
 
+@pytest.mark.parametrize(
+    "bits, dtype", [(2, "float16"), (8, "float16"), (8, "bfloat16"), (8, "float32")]
+)
+def test_the_ends_of_the_range_equal_the_reference(bits, dtype):
+    # One group a block, so that none is sent to the definition by another.
+    top = float(jnp.finfo(dtype).max)
+    x = np.asarray(sample(Affine(bits), (10, 64))).astype(np.float64)
+    ends = (top, -top, top / 2, -top / 2, top / 4, -top / 4, top / 8)
+    for row, end in enumerate(ends):
+        x[row, 0] = end
+    x[7, :2], x[8, :2], x[9, :2] = (top, -top), (top, top / 2), (top / 5, -top / 5)
+    x = jnp.asarray(x.astype(jnp.dtype(dtype)))
+    for wanted, got in both(x, bits=bits, group_size=64, config=Config(1, 1)):
+        assert_same_bits(got, wanted)
+
+
 @pytest.mark.parametrize("bits", [2, 8])
 def test_any_bit_pattern_equals_the_reference(bits):
     rng = np.random.default_rng(bits)

@@ -156,7 +156,12 @@ def _check_then(operation: Decode, operands) -> None:
     if then is None:
         return
     x = jax.ShapeDtypeStruct(shape, operation.dtype)
-    out = jax.eval_shape(then, x, *operands)
+    jaxpr, out = jax.make_jaxpr(then, return_shape=True)(x, *operands)
+    if jaxpr.consts:
+        raise ValueError(
+            f"`then` uses {len(jaxpr.consts)} arrays besides its arguments; a kernel "
+            "reads only what it is given; pass them as operands"
+        )
     if getattr(out, "shape", None) != shape:
         raise ValueError(
             f"`then` returned {out}; it is elementwise and requires one array of shape "

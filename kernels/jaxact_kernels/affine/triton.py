@@ -30,7 +30,6 @@ from jaxact_kernels.tiles import Tiles
 MAGIC = np.float32(2.0**23)
 MAGIC_BITS = np.uint32(0x4B000000)
 MOST_PER_GROUP = 4096
-ORDINARY = np.float32(2.0**110)  # 2**10 elements of this size still have a finite sum
 
 
 def encode(
@@ -124,10 +123,9 @@ def _encode(x_ref, *refs, tiles, dtype, stochastic, numbering, interpret):
     block = Block(tiles)
     *scalars, words_ref, metadata_ref = refs
     draw = (*(ref[0] for ref in scalars), numbering) if stochastic else None
-
-    big = group.largest(dtype)
     xs = [block.load(x_ref, k) for k in range(tiles.count)]
-    lo, hi, is_ordinary = _ordinary_extremes(block, xs, can_pair=not interpret)
+    lo, hi, is_finite = _finite_extremes(block, xs, can_pair=not interpret)
+    is_ordinary = _all(is_finite, lax.lt(_sizes(lo, hi), _ordinary_below(dtype)))
 
     def store(metadata, packed):
         block.store_words(words_ref, packed)
@@ -143,7 +141,7 @@ def _encode(x_ref, *refs, tiles, dtype, stochastic, numbering, interpret):
         # In a loop that loads each tile again: a branch that hardly ever runs should
         # hold no registers and take no time to compile.
         load = lambda k: _to_float32(block.load(x_ref, k))
-        lo, hi = _extremes(block, load, big)
+        lo, hi = _extremes(block, load, group.largest(dtype))
         metadata = group.metadata(lo, hi, tiles.bits, dtype)
         fixed = _fixed_point(block, group.encoding_line(lo, metadata))
         first = _first_counter(block, draw, metadata)
@@ -175,8 +173,27 @@ def _decode(words_ref, metadata_ref, *refs, tiles, dtype, then):
         block.store(out_ref, k, x)
 
 
-def _ordinary_extremes(block, xs, *, can_pair):
-    """Extremes, right where all elements are ordinary; and whether all are.
+def _ordinary_below(dtype) -> np.float32:
+    """A bound of ordinary elements.
+
+    Below it no scale is made smaller lest it overflow the dtype, no zero point is held
+    back, and the sum of a group is finite.
+    """
+    return np.float32(min(float(group.largest(dtype)) / 4, 2.0**110))
+
+
+def _sizes(lo: jax.Array, hi: jax.Array) -> jax.Array:
+    return lax.max(lax.abs(lo), lax.abs(hi))
+
+
+def _all(*flags: jax.Array) -> jax.Array:
+    """Whether all flags hold for all groups."""
+    flag = lax.convert_element_type(functools.reduce(lax.bitwise_and, flags), np.int32)
+    return lax.eq(jnp.min(flag), np.int32(1))
+
+
+def _finite_extremes(block, xs, *, can_pair):
+    """Extremes, right where all elements are finite; and whether all are.
 
     The sum tells of NaN and infinities, which `min` and `max` may drop.
     """
@@ -189,12 +206,7 @@ def _ordinary_extremes(block, xs, *, can_pair):
         los, his = _padded(block, floats, np.float32(np.inf))
         lo, hi = _over_group(lax.min, jnp.min, los), _over_group(lax.max, jnp.max, his)
     total = _over_group(lax.add, jnp.sum, floats)
-    sizes = lax.max(lax.abs(lo), lax.abs(hi))
-    is_ordinary = lax.bitwise_and(
-        lax.lt(sizes, ORDINARY), lax.lt(lax.abs(total), np.float32(np.inf))
-    )
-    is_ordinary = jnp.min(lax.convert_element_type(is_ordinary, np.int32))
-    return lo, hi, lax.eq(is_ordinary, np.int32(1))
+    return lo, hi, lax.lt(lax.abs(total), np.float32(np.inf))
 
 
 def _paired(op: str, a: jax.Array, b: jax.Array) -> jax.Array:

@@ -1,0 +1,114 @@
+"""One equation serves every platform: what it costs, and what it lowers to."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxact_kernels import affine, index, mask
+from jaxact_kernels.device import Device, described
+from subjects import Affine, sample
+
+SHAPE = (8, 1024)
+X = jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16)
+SEED = jax.ShapeDtypeStruct((), jnp.uint32)
+TRITON = "__gpu$xla.gpu.triton"
+
+
+def round_trip(x, seed):
+    stored = affine.encode(x, seed, bits=2)
+    return affine.decode(stored, shape=x.shape, dtype=x.dtype, bits=2)
+
+
+def lowered(f, *args, platforms, device="NVIDIA H100 80GB HBM3"):
+    with described(Device(device)):
+        return jax.jit(f).trace(*args).lower(lowering_platforms=platforms).as_text()
+
+
+def test_the_trace_holds_no_kernel():
+    text = str(jax.make_jaxpr(round_trip)(X, SEED))
+    assert text.count("packed_operation[") == 2
+    assert "pallas" not in text
+
+
+@pytest.mark.parametrize(
+    "platforms, kernels", [(("cpu",), 0), (("cuda",), 2), (("cpu", "cuda"), 2)]
+)
+def test_the_platform_decides(platforms, kernels):
+    text = lowered(round_trip, X, SEED, platforms=platforms)
+    assert text.count(TRITON) == kernels
+
+
+def test_a_gpu_too_old_runs_the_definition():
+    text = lowered(round_trip, X, SEED, platforms=("cuda",), device="Tesla T4")
+    assert TRITON not in text
+
+
+def test_every_format_has_a_kernel():
+    def all_formats(x, winner):
+        return (
+            mask.decode(mask.encode(x > np.zeros((), x.dtype)), shape=x.shape),
+            mask.encode(x, above=0),
+            index.decode(
+                index.encode(winner, bits=3),
+                shape=winner.shape,
+                dtype=winner.dtype,
+                bits=3,
+            ),
+        )
+
+    winner = jax.ShapeDtypeStruct(SHAPE, jnp.int8)
+    text = lowered(all_formats, X, winner, platforms=("cuda",))
+    assert text.count(TRITON) == 5
+
+
+def test_equal_calls_are_lowered_once():
+    def layers(x, seed):
+        seeds = (seed + np.uint32(layer) for layer in range(1, 5))
+        return [affine.encode(x, seed, bits=2) for seed in seeds]
+
+    assert lowered(layers, X, SEED, platforms=("cuda",)).count(TRITON) == 1
+
+
+def test_vmap_is_one_call():
+    def lanes(x, seeds):
+        return jax.vmap(jax.vmap(round_trip), in_axes=(1, None))(x, seeds)
+
+    x = jax.ShapeDtypeStruct((3, 5, 8, 256), jnp.float32)
+    seeds = jax.ShapeDtypeStruct((3,), jnp.uint32)
+    assert lowered(lanes, x, seeds, platforms=("cuda",)).count(TRITON) == 2
+
+
+def test_it_runs_without_jit():
+    x = sample(Affine(2), (4, 64))
+    wanted = affine.encode(x, np.uint32(3), bits=2)
+    with jax.disable_jit():
+        got = affine.encode(x, np.uint32(3), bits=2)
+    jax.tree.map(np.testing.assert_array_equal, got, wanted)
+
+
+def test_decoding_goes_on_with_a_function_of_the_elements():
+    x = sample(Affine(4), (4, 300))
+    stored = affine.encode(x, np.uint32(3), bits=4)
+    options = {"shape": x.shape, "dtype": x.dtype, "bits": 4}
+    got = affine.decode(stored, x, **options, then=lambda a, b: a * b)
+    np.testing.assert_array_equal(got, affine.decode(stored, **options) * x)
+
+
+@pytest.mark.parametrize(
+    "operands, then, message",
+    [
+        ((jnp.ones(4),), None, "got 1 operands"),
+        ((jnp.ones(3),), jnp.multiply, r"requires the shape \(4,\)"),
+        ((), jnp.sum, "it is elementwise"),
+        ((), lambda x: x * jnp.arange(4.0), "pass them as operands"),
+    ],
+    ids=["unused", "shape", "reduction", "closure"],
+)
+def test_what_decoding_cannot_go_on_with(operands, then, message):
+    stored = affine.encode(jnp.ones(4), np.uint32(0), bits=4)
+    ones = jnp.arange(4.0)
+    if message.startswith("pass"):
+        then = lambda x: x * ones
+    with pytest.raises(ValueError, match=message):
+        affine.decode(stored, *operands, shape=(4,), dtype="float32", bits=4, then=then)
