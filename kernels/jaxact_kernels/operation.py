@@ -83,11 +83,11 @@ class Operation(abc.ABC):
         """Axes of the unpacked array.
 
         Groups can be told apart along its last axis only if they fill it and no other
-        axis is part of a row.
+        axis is part of a row. Shardy wants no factors of 1.
         """
         layout = self.layout
         rows = self.shape[len(layout.lead) :]
-        if len(rows) == 1 and not layout.padding:
+        if len(rows) == 1 and not layout.padding and layout.num_groups > 1:
             return *self.lead_axes, (GROUP, "element")
         return *self.lead_axes, *(f"row{i}" for i in range(len(rows)))
 

@@ -162,9 +162,8 @@ class _Sharded:
         for axis, names in zip(self.inputs[0], over, strict=True):
             name = _outermost(axis)
             parts = math.prod(mesh.shape[n] for n in names)
-            if parts == 1 or name.startswith("row"):
-                continue
-            if name != GROUP or self._keeps_groups(parts):
+            is_whole = name.startswith(("lane", "lead"))
+            if parts > 1 and (is_whole or name == GROUP and self._keeps_groups(parts)):
                 cut[name] = names
         return cut
 

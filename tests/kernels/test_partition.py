@@ -163,6 +163,18 @@ def test_eight_gpus_exchange_nothing(spec, kind):
 
 
 @needs_target
+@pytest.mark.parametrize(
+    "shape", [(16, 256), (16, 4, 96), (16, 1000), (16,), (8, 8, 40)], ids=str
+)
+def test_rows_of_any_kind_stay_where_they_are(shape):
+    # One group, joined axes, padding, a vector cut finer than its group.
+    arguments = [(shape, "float32", jax.P("data")), ((), "uint32", jax.P())]
+    compiled = compile_on(gpus(AxisType.Auto), round_trip, *arguments)
+    assert len(shape) == 1 or not collectives(compiled)
+    assert len(re.findall(KERNEL, compiled.as_text())) >= 2
+
+
+@needs_target
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map_exchanges_nothing(check_vma):
     mesh, spec = gpus(AxisType.Auto), jax.P("data", "model")

@@ -10,7 +10,7 @@ from jaxact_kernels import words
 from jaxact_kernels.device import Device, old_for_triton
 from jaxact_kernels.index import reference
 from jaxact_kernels.layout import Layout
-from jaxact_kernels.operation import GROUP, Axes, Operation
+from jaxact_kernels.operation import GROUP, Axes, Axis, Operation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +24,8 @@ class _Index(Operation):
     @property
     def stored_axes(self) -> Axes:
         """Axes of the words."""
-        return *self.lead_axes, (GROUP, "word")
+        words: Axis = (GROUP, "word") if self.layout.num_groups > 1 else "word"
+        return *self.lead_axes, words
 
     @property
     def sizes(self) -> dict[str, int]:
