@@ -80,8 +80,10 @@ def counted(problem: Problem, configs: list[Config]) -> Iterator[dict]:
     """What the machine code of each candidate says."""
     import count
 
-    for config in configs:
-        subject = count.Subject("affine", config=config, **dataclasses.asdict(problem))
+    make = functools.partial(count.Subject, "affine", **dataclasses.asdict(problem))
+    subjects = [make(config=config) for config in configs]
+    # Mosaic GPU raises what is too small to the same block, and compiles that once.
+    for subject in {subject.block: subject for subject in subjects}.values():
         row = count.count(subject)
         warps = resident_warps(row)
         yield {
@@ -190,7 +192,9 @@ def table(results: list[dict]) -> str:
             cells += [
                 "" if speed is None else f"{speed / 1e12:.2f}" for speed in speeds
             ]
-            if "registers" in row:
+            if "registers" not in row:
+                cells += [""] * 6
+            else:
                 cells += [row[k] for k in ("registers", "spilled_bytes")]
                 cells += [row["resident_warps"], f"{row['bytes_in_flight'] / 1024:.0f}"]
                 cells += [f"{row['per_element'][k]:.2f}" for k in ("issue", "alu")]
@@ -200,7 +204,7 @@ def table(results: list[dict]) -> str:
 
 def problems(options: argparse.Namespace) -> list[Problem]:
     """Those asked for that the device serves, saying why it does not the others."""
-    found = []
+    found, reasons = [], {}
     for each in itertools.product(
         options.ops,
         options.implementations,
@@ -215,9 +219,11 @@ def problems(options: argparse.Namespace) -> list[Problem]:
         try:
             choose(operation, options.target, problem.implementation)
         except NotImplementedError as reason:
-            print(f"{problem}: {reason}", file=sys.stderr, flush=True)
+            reasons.setdefault(str(reason), problem)
             continue
         found.append(problem)
+    for reason, problem in reasons.items():
+        print(f"{problem} and perhaps others: {reason}", file=sys.stderr)
     return found
 
 
