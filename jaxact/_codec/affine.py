@@ -49,13 +49,16 @@ class Quantize(Action):
         real = jnp.issubdtype(dtype, jnp.floating)
         return None if real else f"Quantize stores real floats, not {dtype}"
 
-    def encode(self, x: jax.Array, seed: jax.Array) -> affine.Stored:
+    def encode(
+        self, x: jax.Array, seed: jax.Array, is_fused: bool = False
+    ) -> affine.Stored:
         return affine.encode(
             x,
             seed,
             bits=self.bits,
             group_size=self.group_size,
             stochastic=self.stochastic,
+            is_fused=is_fused,
         )
 
     def decode(self, stored: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -65,4 +68,5 @@ class Quantize(Action):
             dtype=dtype,
             bits=self.bits,
             group_size=self.group_size,
+            is_fused=True,
         )

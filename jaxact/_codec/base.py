@@ -18,8 +18,11 @@ class Action(abc.ABC):
         """Why it cannot store such an array, or None when it can."""
 
     @abc.abstractmethod
-    def encode(self, x: jax.Array, seed: jax.Array) -> Any:
-        """The stored pytree of arrays; `seed` is a uint32 scalar."""
+    def encode(self, x: jax.Array, seed: jax.Array, is_fused: bool = False) -> Any:
+        """The stored pytree of arrays; `seed` is a uint32 scalar.
+
+        `is_fused`: elementwise operations compute x, and only for this.
+        """
 
     @abc.abstractmethod
     def decode(self, stored: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:

@@ -35,7 +35,9 @@ class Cast(Action):
             return f"{dtype} is no wider than {self.dtype}"
         return None
 
-    def encode(self, x: jax.Array, seed: jax.Array) -> jax.Array:
+    def encode(
+        self, x: jax.Array, seed: jax.Array, is_fused: bool = False
+    ) -> jax.Array:
         return x.astype(self.dtype)
 
     def decode(self, stored: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:

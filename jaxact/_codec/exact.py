@@ -15,7 +15,9 @@ class Exact(Action):
     def declines(self, shape: tuple[int, ...], dtype: Any) -> None:
         return None
 
-    def encode(self, x: jax.Array, seed: jax.Array) -> jax.Array:
+    def encode(
+        self, x: jax.Array, seed: jax.Array, is_fused: bool = False
+    ) -> jax.Array:
         return x
 
     def decode(self, stored: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -33,7 +35,7 @@ class Recompute(Action):
     def declines(self, shape: tuple[int, ...], dtype: Any) -> None:
         return None
 
-    def encode(self, x: jax.Array, seed: jax.Array) -> Any:
+    def encode(self, x: jax.Array, seed: jax.Array, is_fused: bool = False) -> Any:
         raise TypeError("Recompute stores nothing; it cannot be nested in Offload.")
 
     def decode(self, stored: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:

@@ -17,8 +17,10 @@ class Bitmask(Action):
     def declines(self, shape: tuple[int, ...], dtype: Any) -> str | None:
         return None if dtype == np.bool_ else f"Bitmask stores bool, not {dtype}"
 
-    def encode(self, x: jax.Array, seed: jax.Array) -> jax.Array:
-        return mask.encode(x)
+    def encode(
+        self, x: jax.Array, seed: jax.Array, is_fused: bool = False
+    ) -> jax.Array:
+        return mask.encode(x, is_fused=is_fused)
 
     def decode(self, stored: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-        return mask.decode(stored, shape=shape)
+        return mask.decode(stored, shape=shape, is_fused=True)

@@ -27,8 +27,9 @@ class Offload(Action):
     def declines(self, shape: tuple[int, ...], dtype: Any) -> str | None:
         return self.codec.declines(shape, dtype)
 
-    def encode(self, x: jax.Array, seed: jax.Array) -> Any:
-        return jax.device_put(self.codec.encode(x, seed), jax.memory.Space.Host)
+    def encode(self, x: jax.Array, seed: jax.Array, is_fused: bool = False) -> Any:
+        stored = self.codec.encode(x, seed, is_fused)
+        return jax.device_put(stored, jax.memory.Space.Host)
 
     def decode(self, stored: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
         here = jax.device_put(stored, jax.memory.Space.Device)

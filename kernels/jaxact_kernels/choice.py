@@ -62,6 +62,8 @@ def choose(
             f"{', '.join([*kernels, REFERENCE])}; pass one of them, or None to choose"
         )
     declined = []
+    if implementation is not None:
+        operation = dataclasses.replace(operation, is_fused=False)
     for name in names:
         reason = _why_not(operation, name, device)
         if reason is None:
@@ -77,6 +79,11 @@ def _why_not(operation: Operation, name: str, device: Device | None) -> str | No
         return (
             "no NVIDIA GPU is attached or described; name one, or enter "
             "jax.sharding.use_abstract_mesh with an AbstractDevice"
+        )
+    if operation.is_fused:
+        return (
+            "XLA fuses the definition with the elementwise operations around it, and a "
+            "kernel would need what is between them in memory"
         )
     if 0 in operation.shape:
         return f"an array of shape {operation.shape} has no elements"

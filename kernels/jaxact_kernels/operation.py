@@ -29,10 +29,13 @@ class Operation(abc.ABC):
     Attributes:
         shape: of the unpacked array.
         dtype: of the unpacked array.
+        is_fused: whether elementwise operations compute the array to encode, or read
+            the decoded one, so that XLA can make one kernel of them and the definition.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype
+    is_fused: bool = dataclasses.field(default=False, kw_only=True)
 
     @property
     @abc.abstractmethod

@@ -27,10 +27,11 @@ def test_a_gpu_runs_a_kernel(device):
         (encode(dtype="float64"), "h100", "float32, bfloat16 and float16"),
         (encode(dtype="float8_e5m2"), "h100", "float32, bfloat16 and float16"),
         (encode((0, 8)), "h100", "has no elements"),
+        (encode(is_fused=True), "h100", "XLA fuses the definition"),
         (encode((4, 16384), group_size=16384), "h100", "this one has 16384"),
         (encode(), None, "no NVIDIA GPU is attached or described"),
     ],
-    ids=["old", "float64", "float8", "empty", "group", "cpu"],
+    ids=["old", "float64", "float8", "empty", "fused", "group", "cpu"],
 )
 def test_the_rest_runs_the_reference_and_says_why(operation, device, reason):
     if device is None and any(d.platform == "gpu" for d in jax.devices()):
@@ -44,6 +45,7 @@ def test_the_rest_runs_the_reference_and_says_why(operation, device, reason):
 
 def test_one_asked_for_runs_or_says_why_not():
     assert choose(encode(), "h100", "triton").implementation == "triton"
+    assert choose(encode(is_fused=True), "h100", "triton").implementation == "triton"
     assert choose(encode(), "h100", "reference").implementation == "reference"
     with pytest.raises(NotImplementedError, match="triton was asked for .* 7.5"):
         choose(encode(), "Tesla T4", "triton")

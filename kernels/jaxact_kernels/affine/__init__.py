@@ -27,6 +27,7 @@ def encode(
     bits: int,
     group_size: int = 256,
     stochastic: bool = True,
+    is_fused: bool = False,
     implementation: str | None = None,
 ) -> Stored:
     """Quantize `x` to `bits` bits an element and pack it.
@@ -42,6 +43,8 @@ def encode(
         group_size: most elements that share a scale; a positive multiple of 32.
         stochastic: round up with probability equal to the fraction, so that the
             decoded value is `x` on average; otherwise round to nearest.
+        is_fused: whether elementwise operations compute x, with which XLA can
+            fuse the definition: it is then used, not a kernel.
         implementation: the only one to use; None leaves it to `choose`.
 
     Returns:
@@ -59,7 +62,9 @@ def encode(
     x = jnp.asarray(x)
     _check_bits(bits)
     _check_dtype(x.dtype, f"{x.dtype}{list(x.shape)}")
-    operation = Encode(x.shape, x.dtype, bits, group_size, stochastic)
+    operation = Encode(
+        x.shape, x.dtype, bits, group_size, stochastic, is_fused=is_fused
+    )
     return run(operation, x, _as_seed(seed), implementation=implementation)
 
 
@@ -71,6 +76,7 @@ def decode(
     bits: int,
     group_size: int = 256,
     then: Callable[..., jax.Array] | None = None,
+    is_fused: bool = False,
     implementation: str | None = None,
 ) -> jax.Array:
     """Return the array of `shape` and `dtype` that `encode` stored.
@@ -89,6 +95,8 @@ def decode(
         *operands: further arguments of `then`, arrays of `shape`.
         then: an elementwise function, of no other arrays than these; its result has
             `shape`.
+        is_fused: whether elementwise operations read the result, with which XLA can
+            fuse the definition: it is then used, not a kernel.
         implementation: the only one to use; None leaves it to `choose`.
 
     Raises:
@@ -98,7 +106,15 @@ def decode(
     _check_bits(bits)
     _check_dtype(jnp.dtype(dtype), str(jnp.dtype(dtype)))
     _check_stored(stored, shape, bits, group_size)
-    operation = Decode(shape, jnp.dtype(dtype), bits, group_size, then, len(operands))
+    operation = Decode(
+        shape,
+        jnp.dtype(dtype),
+        bits,
+        group_size,
+        then,
+        len(operands),
+        is_fused=is_fused,
+    )
     _check_then(operation, operands)
     return run(operation, *stored, *operands, implementation=implementation)
 

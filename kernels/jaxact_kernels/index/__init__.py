@@ -18,7 +18,13 @@ __all__ = ["Decode", "Encode", "decode", "encode", "stored_bytes"]
 _DTYPES = ("int8", "int16", "int32", "uint8", "uint16", "uint32")
 
 
-def encode(x: jax.Array, *, bits: int, implementation: str | None = None) -> jax.Array:
+def encode(
+    x: jax.Array,
+    *,
+    bits: int,
+    is_fused: bool = False,
+    implementation: str | None = None,
+) -> jax.Array:
     """Pack integers of any shape into `uint32[*lead, num_words]`.
 
     The caller guarantees that they lie in 0 .. 2**bits - 1, which cannot be checked
@@ -27,6 +33,8 @@ def encode(x: jax.Array, *, bits: int, implementation: str | None = None) -> jax
     Args:
         x: int8 to int32 or uint8 to uint32, any shape.
         bits: 1 to 8.
+        is_fused: whether elementwise operations compute x, with which XLA can
+            fuse the definition: it is then used, not a kernel.
         implementation: the only one to use; None leaves it to `choose`.
 
     Raises:
@@ -39,7 +47,8 @@ def encode(x: jax.Array, *, bits: int, implementation: str | None = None) -> jax
     x = jnp.asarray(x)
     _check_bits(bits)
     _check_dtype(x.dtype, f"{x.dtype}{list(x.shape)}")
-    return run(Encode(x.shape, x.dtype, bits), x, implementation=implementation)
+    operation = Encode(x.shape, x.dtype, bits, is_fused=is_fused)
+    return run(operation, x, implementation=implementation)
 
 
 def decode(
@@ -48,6 +57,7 @@ def decode(
     shape: tuple[int, ...],
     dtype,
     bits: int,
+    is_fused: bool = False,
     implementation: str | None = None,
 ) -> jax.Array:
     """Return the array of `shape` and `dtype` that `encode` packed.
@@ -58,6 +68,8 @@ def decode(
         dtype: int8 to int32 or uint8 to uint32. Codes that it cannot hold (8 bits in
             int8) wrap, so any int8 array comes back whole from 8 bits.
         bits: as encoded.
+        is_fused: whether elementwise operations read the result, with which XLA can
+            fuse the definition: it is then used, not a kernel.
         implementation: the only one to use; None leaves it to `choose`.
 
     Raises:
@@ -73,7 +85,7 @@ def decode(
             f"bits={bits} require uint32{list(required)}; pass the options that encode "
             "was called with"
         )
-    operation = Decode(shape, jnp.dtype(dtype), bits)
+    operation = Decode(shape, jnp.dtype(dtype), bits, is_fused=is_fused)
     return run(operation, words, implementation=implementation)
 
 

@@ -16,6 +16,7 @@ def encode(
     x: jax.Array,
     *,
     above: jax.typing.ArrayLike | None = None,
+    is_fused: bool = False,
     implementation: str | None = None,
 ) -> jax.Array:
     """Pack booleans, or `x > above`, of any shape into `uint32[*lead, num_words]`.
@@ -29,6 +30,8 @@ def encode(
         above: a number or a scalar, which may be traced. `x > above` must be a
             comparison in the dtype of `x`: no float for integers, no float32 array for
             bfloat16.
+        is_fused: whether elementwise operations compute x, with which XLA can
+            fuse the definition: it is then used, not a kernel.
         implementation: the only one to use; None leaves it to `choose`.
 
     Raises:
@@ -44,7 +47,7 @@ def encode(
     x = jnp.asarray(x)
     given = f"got {x.dtype}{list(x.shape)}"
     if above is not None:
-        operation = Encode(x.shape, x.dtype, is_comparison=True)
+        operation = Encode(x.shape, x.dtype, is_comparison=True, is_fused=is_fused)
         threshold = _threshold(x, above, given)
         return run(operation, x, threshold, implementation=implementation)
     if x.dtype != np.bool_:
@@ -52,13 +55,25 @@ def encode(
             f"{given} and no threshold; a mask is boolean; pass above=0 to store "
             "x > 0, compare first, or use jaxact_kernels.affine for floats"
         )
-    return run(Encode(x.shape, x.dtype), x, implementation=implementation)
+    operation = Encode(x.shape, x.dtype, is_fused=is_fused)
+    return run(operation, x, implementation=implementation)
 
 
 def decode(
-    words: jax.Array, *, shape: tuple[int, ...], implementation: str | None = None
+    words: jax.Array,
+    *,
+    shape: tuple[int, ...],
+    is_fused: bool = False,
+    implementation: str | None = None,
 ) -> jax.Array:
     """Return the `bool[shape]` that `encode` packed.
+
+    Args:
+        words: what `encode` returned.
+        shape: of the array that was encoded.
+        is_fused: whether elementwise operations read the result, with which XLA can
+            fuse the definition: it is then used, not a kernel.
+        implementation: the only one to use; None leaves it to `choose`.
 
     Raises:
         ValueError: `words` are not those of an array of `shape`.
@@ -70,7 +85,7 @@ def decode(
             f"got words {words.dtype}{list(words.shape)}; a mask of shape {shape} "
             f"requires uint32{list(required)}; pass the shape that was encoded"
         )
-    operation = Decode(shape, np.dtype(np.bool_))
+    operation = Decode(shape, np.dtype(np.bool_), is_fused=is_fused)
     return run(operation, words, implementation=implementation)
 
 
