@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from subjects import SUBJECTS, Affine, Mask, every_subject, jitted, sample
+from subjects import SUBJECTS, Affine, Index, Mask, every_subject, jitted, sample
 
 SHAPE = (3, 300)
 
@@ -108,7 +108,7 @@ def check_shardings():
     )
     batch = jax.P("data")
     specs = [batch, jax.P("data", "model"), jax.P("data", None, "model")]
-    for subject in (Affine(2), Affine(3, "bfloat16", 64), Mask()):
+    for subject in (Affine(2), Affine(3, "bfloat16", 64), Index(3), Mask()):
         x = sample(subject, (8, 4, 1024))
         for spec in specs:
             check_sharding(subject, x, jax.NamedSharding(auto, spec))

@@ -116,11 +116,14 @@ def decode(
 ) -> jax.Array:
     """See `jaxact_kernels.affine.decode`."""
     layout = layout_of(shape, group_size)
-    zero, step, unit = decoding_line(_for_elements(stored.metadata))
-    code = words.unpack(stored.words, bits)
+    code = words.unpack_slots(stored.words, bits)
+    groups = stored.metadata.shape
+    slots = range(len(groups), code.ndim)
+    zero, step, unit = decoding_line(lax.expand_dims(stored.metadata, slots))
     code = lax.convert_element_type(_signed(code), np.float32)
     x = lax.mul(lax.add(zero, lax.mul(step, code)), unit)
-    return layout.join(lax.convert_element_type(x, dtype), shape)
+    x = lax.reshape(lax.convert_element_type(x, dtype), (*groups, layout.group))
+    return layout.join(x, shape)
 
 
 def round_fixed_point(fixed: jax.Array, noise16: jax.Array | np.uint32) -> jax.Array:
