@@ -92,6 +92,13 @@ every_subject = pytest.mark.parametrize("subject", SUBJECTS, ids=str)
 every_affine = pytest.mark.parametrize("subject", AFFINE, ids=str)
 
 
+# For interpreted kernels: they are thousands of operations, and not optimizing them
+# takes half the time.
+jit_interpreted = functools.partial(
+    jax.jit, compiler_options={"xla_backend_optimization_level": 0}
+)
+
+
 @functools.cache
 def jitted(subject, shape):
     """Compiled (encode, decode) of a subject for one shape."""

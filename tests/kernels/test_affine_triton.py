@@ -15,12 +15,10 @@ from jaxact_kernels.affine import reference, triton
 from jaxact_kernels.affine.reference import Stored
 from jaxact_kernels.config import Config, heuristic
 from jaxact_kernels.numbering import box
-from subjects import Affine, sample
+from subjects import Affine, jit_interpreted as jit, sample
 
 SEED = np.uint32(7)
 SMALL = Config(4, 1)
-# An interpreted kernel is thousands of operations: not optimizing them is faster.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 # Whole groups and blocks; a last block short of groups; padded rows; tiles whose width
 # is no power of two; fewer elements than a group.
 SHAPES = [(8, 256), (3, 7, 64), (5, 300), (40, 31), (6, 224), (1,)]
@@ -166,15 +164,10 @@ def test_a_shard_draws_the_noise_of_its_place(first):
     row, column = first
     part = x[row : row + 2, 64 * column : 64 * column + 64]
     numbering = box((2, 1), (6, 3))
-    got = triton.encode(
-        part,
-        SEED,
-        jnp.uint32(3 * row + column),
-        **options,
-        numbering=numbering,
-        config=SMALL,
-        interpret=True,
+    encode = functools.partial(
+        triton.encode, **options, numbering=numbering, config=SMALL, interpret=True
     )
+    got = jit(encode)(part, SEED, jnp.uint32(3 * row + column))
     wanted = jax.tree.map(lambda a: a[row : row + 2, column : column + 1], whole)
     assert_same_bits(got, wanted)
 
@@ -184,11 +177,15 @@ def test_decoding_goes_on_with_a_function_of_the_elements(shape):
     x = sample(Affine(4, "bfloat16"), shape)
     y = sample(Affine(4, "float32"), shape, seed=1)
     options = {"bits": 4, "group_size": 256}
-    stored = reference.encode(x, SEED, **options, stochastic=True)
+    encode = functools.partial(reference.encode, **options, stochastic=True)
+    stored = jit(encode)(x, SEED)
     options |= {"shape": shape, "dtype": x.dtype}
     then = lambda x, y: jnp.where(y > np.float32(0), x.astype(np.float32) * y, y)
-    wanted = then(reference.decode(stored, **options), y)
-    got = triton.decode(stored, y, **options, then=then, config=SMALL, interpret=True)
+    wanted = then(jit(functools.partial(reference.decode, **options))(stored), y)
+    decode = functools.partial(
+        triton.decode, **options, then=then, config=SMALL, interpret=True
+    )
+    got = jit(decode)(stored, y)
     assert got.dtype == np.float32
     assert_same_bits(got, wanted)
 
