@@ -43,6 +43,19 @@ def group_key(seed: jax.Array, index: jax.Array, metadata: jax.Array) -> jax.Arr
     return hash32(lax.bitwise_xor(hash32(lax.add(seed, counter)), metadata))
 
 
+def shard_key(draw: tuple, local: jax.Array, metadata: jax.Array) -> jax.Array:
+    """The key of the group that is number `local` of a shard.
+
+    `draw` is the seed; the number of the shard's first group, unless that is 0; and the
+    `Numbering` of the shard's groups.
+    """
+    seed, *origin, numbering = draw
+    index = numbering.of(local)
+    for first in origin:
+        index = lax.add(first, index)
+    return group_key(seed, index, metadata)
+
+
 def sixteen_bits(keys: jax.Array, group: int) -> jax.Array:
     """16 random bits, `uint32[*keys.shape, group]`, for every element of each group."""
     half = group // 2

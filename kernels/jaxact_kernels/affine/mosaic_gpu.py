@@ -21,6 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxact_kernels import noise, words
 from jaxact_kernels.affine import group
+from jaxact_kernels.affine.group import MAGIC, MAGIC_BITS
 from jaxact_kernels.affine.reference import NEAREST, Stored
 from jaxact_kernels.config import Config, heuristic
 from jaxact_kernels.device import Device
@@ -33,11 +34,6 @@ LANES = 32  # of a warp
 THREADS = WARPS * LANES
 WIDEST = 16  # bytes of the widest load
 MOST_PER_THREAD = 64  # elements that a thread can keep in registers
-
-# A float in [MAGIC, 2 * MAGIC) has an integer in its low 23 bits: adding MAGIC rounds
-# to it, ties to even.
-MAGIC = np.float32(2.0**23)
-MAGIC_BITS = np.uint32(0x4B000000)
 FRACTION = np.uint32(0xFFFF)  # the bits of a fixed-point code below 1
 
 # What a thread holds is said here, not inferred; jax before 0.12 knows no other way.
@@ -292,11 +288,7 @@ def _noise_pairs(block, draw, metadata):
     half = tiles.count // 2
     if draw is None:
         return [(NEAREST, NEAREST)] * half
-    seed, *origin, numbering = draw
-    number = numbering.of(block.number())
-    for first in origin:
-        number = lax.add(first, number)
-    key = noise.group_key(seed, number, metadata)
+    key = noise.shard_key(draw, block.number(), metadata)
     first = lax.add(block.spread(key), lax.mul(block.place(), noise.GOLDEN))
     pairs = []
     for k in range(half):

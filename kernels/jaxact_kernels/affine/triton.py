@@ -18,6 +18,7 @@ from jax.experimental.pallas import triton as plt
 
 from jaxact_kernels import noise, words
 from jaxact_kernels.affine import group
+from jaxact_kernels.affine.group import MAGIC, MAGIC_BITS
 from jaxact_kernels.affine.reference import NEAREST, Stored
 from jaxact_kernels.block import Block, elements_shape, output
 from jaxact_kernels.config import Config, heuristic
@@ -25,10 +26,6 @@ from jaxact_kernels.layout import Layout, layout_of
 from jaxact_kernels.numbering import Numbering
 from jaxact_kernels.tiles import Tiles
 
-# A float in [MAGIC, 2 * MAGIC) has an integer in its low 23 bits: adding MAGIC rounds
-# to it, ties to even, in one instruction that no device's converter slows down.
-MAGIC = np.float32(2.0**23)
-MAGIC_BITS = np.uint32(0x4B000000)
 MOST_PER_GROUP = 4096
 
 
@@ -344,11 +341,8 @@ def _first_counter(block, draw, metadata):
     """What the noise of each group's first tile is a hash of; None for no noise."""
     if draw is None:
         return None
-    seed, *origin, numbering = draw
-    number = numbering.of(lax.convert_element_type(block.number, np.uint32))
-    for first in origin:
-        number = lax.add(first, number)
-    key = noise.group_key(seed, number, metadata)
+    number = lax.convert_element_type(block.number, np.uint32)
+    key = noise.shard_key(draw, number, metadata)
     lane = lax.broadcasted_iota(np.uint32, block.shape, 1)
     return lax.add(block.spread(key), lax.mul(lane, noise.GOLDEN))
 
