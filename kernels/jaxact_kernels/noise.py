@@ -47,10 +47,10 @@ def shard_key(draw: tuple, local: jax.Array, metadata: jax.Array) -> jax.Array:
     """The key of the group that is number `local` of a shard.
 
     `draw` is the seed; the number of the shard's first group, unless that is 0; and the
-    `Numbering` of the shard's groups.
+    `Numbering` of the shard's groups, or None if the shard is the whole array.
     """
     seed, *origin, numbering = draw
-    index = numbering.of(local)
+    index = local if numbering is None else numbering.of(local)
     for first in origin:
         index = lax.add(first, index)
     return group_key(seed, index, metadata)

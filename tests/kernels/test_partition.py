@@ -6,10 +6,7 @@ that are not attached show that XLA adds no communication and no copy to real on
 
 import dataclasses
 import functools
-import os
 import re
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +15,7 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import AxisType
 
+from eight_devices import COLLECTIVES, collectives, run_on_eight_devices
 from gpu_target import needs_target
 from jaxact._targets import TARGETS
 from jaxact_kernels import affine, mask
@@ -30,7 +28,6 @@ from subjects import Affine, sample
 
 SHAPE = (8, 4, 256)
 SEED = np.uint32(7)
-COLLECTIVES = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
 KERNEL = r'custom_call_target="__gpu\$xla\.gpu\.triton"'
 H100 = Device("NVIDIA H100 80GB HBM3", (9, 0))
 SPECS = [
@@ -57,10 +54,6 @@ class Encode(affine.Encode):
         )
 
 
-def collectives(compiled):
-    return re.findall(rf" ({COLLECTIVES})", compiled.as_text())
-
-
 @pytest.mark.parametrize(
     "sizes, whole",
     [((2, 3), (4, 3)), ((2, 2), (4, 6)), ((3,), (9,)), ((1, 4, 2), (5, 4, 2))],
@@ -78,12 +71,7 @@ def test_a_box_cut_along_its_first_axis_counts_by_ones():
 
 
 def test_eight_devices_run_the_kernel_where_the_data_are():
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    done = subprocess.run(
-        [sys.executable, __file__], env=env, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_on_eight_devices(__file__)
 
 
 def check_eight_devices():

@@ -1,16 +1,12 @@
 """Formats under jit, vmap, scan and sharding: the same bits wherever they run."""
 
-import os
-import re
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 
+from eight_devices import collectives, run_on_eight_devices
 from subjects import SUBJECTS, Affine, Index, Mask, every_subject, jitted, sample
 
 SHAPE = (3, 300)
@@ -75,13 +71,7 @@ def test_scan_equals_a_loop(subject):
 
 
 def test_eight_devices_give_the_words_of_one_without_a_collective():
-    # A process of its own: the number of devices is fixed when the backend starts.
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    done = subprocess.run(
-        [sys.executable, __file__], env=env, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_on_eight_devices(__file__)
 
 
 def check_sharding(subject, x, sharding):
@@ -94,10 +84,7 @@ def check_sharding(subject, x, sharding):
     decode = one[1].lower(sharded).compile()
     assert_same(one[1](stored), decode(sharded))
     for compiled in (encode, decode):
-        found = re.findall(
-            r"all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter",
-            str(compiled.as_text()),
-        )
+        found = collectives(compiled)
         assert not found, (subject, sharding, found)
 
 

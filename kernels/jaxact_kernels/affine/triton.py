@@ -52,7 +52,7 @@ def encode(
         tiles=tiles,
         dtype=x.dtype,
         stochastic=stochastic,
-        numbering=numbering or Numbering((layout.total_groups,), (1,)),
+        numbering=numbering,
         interpret=interpret,
     )
     packed, metadata = pl.pallas_call(

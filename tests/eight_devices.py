@@ -1,0 +1,26 @@
+"""Tests on eight CPU devices, and what their programs exchange."""
+
+import os
+import re
+import subprocess
+import sys
+
+COLLECTIVES = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
+
+
+def run_on_eight_devices(script):
+    """Run a file where there are eight devices, and fail if it does.
+
+    In a process of its own: the number of devices is fixed when the backend starts.
+    """
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    done = subprocess.run(
+        [sys.executable, script], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def collectives(compiled):
+    """The collectives that a compiled program names, wherever it does."""
+    return re.findall(COLLECTIVES, str(compiled.as_text()))
