@@ -195,6 +195,50 @@ def stored_bytes(shape, *, bits, group_size):
     return math.prod(lead) * num_groups * (group * bits // 8 + 2 + 2)
 
 
+def sensitivities(x, group_size):
+    """Sum of squared ranges of each sample's groups, in float64."""
+    x = x if x.ndim > 1 else x.reshape(1, -1)
+    lead, row, num_groups, group = layout(x.shape, group_size)
+    rows = x.astype(np.float64).reshape(lead[0], -1, row)
+    starts = range(0, row, group)
+    ranges = [np.ptp(rows[:, :, i : i + group], -1) for i in starts]
+    return (np.array(ranges) ** 2).sum((0, 2))
+
+
+def allocate(c, total):
+    """Bits, each of the rest of `total` to whom it takes most off c / (2**b - 1)**2."""
+    bits = np.ones(len(c), int)
+    for _ in range(total - len(c)):
+        gain = c / (2.0**bits - 1) ** 2 - c / (2.0 ** (bits + 1) - 1) ** 2
+        bits[np.argmax(np.where(bits < 8, gain, -1))] += 1
+    return bits
+
+
+def planes_encode(x, seed, *, bits, group_size):
+    """Words of bit planes, sample by sample; metadata; bits of each sample."""
+    x = x if x.ndim > 1 else x.reshape(1, -1)
+    each = allocate(sensitivities(x, group_size), math.floor(bits * len(x)))
+    lead, row, num_groups, group = layout(x.shape, group_size)
+    words, patterns, index = [], [], 0
+    for b, sample in zip(each, x.astype(np.float32), strict=True):
+        planes = [[] for _ in range(b)]
+        for values in sample.reshape(-1, row):
+            for start in range(0, row, group):
+                part = values[start : start + group]
+                zero, scale = metadata(part, int(b), x.dtype)
+                draws = noise(seed, index, zero, scale, group)[: len(part)]
+                code = codes(part, zero, scale, draws, int(b))
+                code = np.pad(code, (0, group - len(code)))
+                for i, plane in enumerate(planes):
+                    plane.append(pack(code >> i & 1, 1))
+                patterns.append(zero << 16 | scale)
+                index += 1
+        words += planes
+    shape = (*lead, num_groups)
+    words = np.array(words).reshape(1, each.sum(), *shape[1:], group // 32)
+    return words, np.array(patterns, np.uint32).reshape(shape), each
+
+
 def index_pack(x, bits):
     """Integers -> words: groups of 256 where they divide the row, else the row."""
     lead, row, *_ = layout(x.shape, 256)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxact_kernels import affine, index, mask
+from jaxact_kernels import affine, index, mask, planes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +39,34 @@ class Affine:
     def __str__(self):
         nearest = "" if self.stochastic else "-nearest"
         return f"affine{self.bits}-{self.dtype}-{self.group_size}{nearest}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Planes:
+    bits: float
+    dtype: str = "float32"
+    group_size: int = 256
+    shards: int = 1
+    stochastic = True
+    is_exact = False
+
+    @property
+    def options(self):
+        options = {"bits": self.bits, "shards": self.shards}
+        return {"group_size": self.group_size, **options}
+
+    def encode(self, x, seed):
+        return planes.encode(x, seed, **self.options)
+
+    def decode(self, stored, shape):
+        options = {"dtype": self.dtype, "group_size": self.group_size}
+        return planes.decode(stored, shape=shape, **options)
+
+    def stored_bytes(self, shape):
+        return planes.stored_bytes(shape, **self.options)
+
+    def __str__(self):
+        return f"planes{self.bits}-{self.dtype}-{self.group_size}-{self.shards}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,14 +114,15 @@ AFFINE = [
     Affine(5, "float8_e4m3fn", 96),
     Affine(8, "float32", 64, stochastic=False),
 ]
-SUBJECTS = [*AFFINE, Index(3), Index(4, "uint8"), Mask()]
+PLANES = [Planes(2.0), Planes(2.5, "bfloat16", 64), Planes(4.3, "float16", 96, 3)]
+SUBJECTS = [*AFFINE, *PLANES, Index(3), Index(4, "uint8"), Mask()]
 
 every_subject = pytest.mark.parametrize("subject", SUBJECTS, ids=str)
 every_affine = pytest.mark.parametrize("subject", AFFINE, ids=str)
 
 
-# For interpreted kernels: they are thousands of operations, and not optimizing them
-# takes half the time.
+# For what runs once, and interpreted kernels of thousands of operations: not optimizing
+# them takes half the time.
 jit_interpreted = functools.partial(
     jax.jit, compiler_options={"xla_backend_optimization_level": 0}
 )

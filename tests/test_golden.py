@@ -12,12 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from subjects import Affine, Index, Mask, jitted, sample
+from subjects import Affine, Index, Mask, Planes, jitted, sample
 
 FOLDER = pathlib.Path(__file__).parent / "golden"
 SUBJECTS = [
     *(Affine(bits, group_size=64) for bits in range(1, 9)),
     Affine(4, "float16", 32, stochastic=False),
+    Planes(2.5, group_size=64),
     Mask(),
     Index(3),
     Index(7, "uint8"),
@@ -28,7 +29,7 @@ SEED = np.uint32(20240607)
 def values(subject):
     """Two groups a row and padding; a constant, an infinity and a NaN among them."""
     x = sample(subject, (5, 100), seed=11)
-    if not isinstance(subject, Affine):
+    if not isinstance(subject, Affine | Planes):
         return x
     dtype = jnp.dtype(subject.dtype).type
     x = x.at[1].set(dtype(1 / 3)).at[2, 7].set(dtype(np.inf))
@@ -39,7 +40,7 @@ def pack(subject, x):
     """The arrays to keep: what is stored, by name, and what it decodes to."""
     encode, decode = jitted(subject, x.shape)
     stored = encode(jnp.asarray(x), SEED)
-    parts = stored._asdict() if isinstance(subject, Affine) else {"words": stored}
+    parts = {"words": stored} if subject.is_exact else stored._asdict()
     return {"decoded": decode(stored), **parts}
 
 

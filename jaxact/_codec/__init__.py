@@ -3,9 +3,11 @@
 from jaxact._codec.affine import Quantize as Quantize
 from jaxact._codec.base import Action as Action
 from jaxact._codec.cast import Cast as Cast
+from jaxact._codec.dual import DualPrecision as DualPrecision
 from jaxact._codec.exact import Exact as Exact, Recompute as Recompute
 from jaxact._codec.mask import Bitmask as Bitmask
 from jaxact._codec.offload import Offload as Offload
+from jaxact._codec.per_sample import PerSample as PerSample
 
 
 def is_stored_exactly(action: Action) -> bool:

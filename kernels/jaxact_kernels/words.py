@@ -9,12 +9,14 @@ slices: no element changes its lane.
 """
 
 import itertools
+from collections.abc import Sequence
 
 import jax
 import numpy as np
 from jax import lax
 
 MAX_BITS = 8
+ONE_BIT_OF_EACH = np.uint32(0x01010101)  # of the codes in a word of four
 
 
 def widths(bits: int) -> tuple[int, ...]:
@@ -75,6 +77,35 @@ def unpack_slots(words: jax.Array, bits: int) -> jax.Array:
         start += lanes * width
     assert codes is not None
     return codes
+
+
+def cut_planes(packed: jax.Array) -> list[jax.Array]:
+    """Cut words of 8-bit codes into words of their bits, lowest first.
+
+    Args:
+        packed: `pack(codes, 8)`, `uint32[..., g / 4]`.
+
+    Returns:
+        8 arrays `uint32[..., g / 32]`: `pack(codes >> i & 1, 1)` for each bit i.
+    """
+    fields = (
+        lax.bitwise_and(_shift_right(packed, i), ONE_BIT_OF_EACH) for i in range(8)
+    )
+    return [_fold(field, 8, 1) for field in fields]
+
+
+def join_planes(planes: Sequence[jax.Array]) -> jax.Array:
+    """Join what `cut_planes` returned: `pack(codes, 8)`, `uint32[..., g / 4]`."""
+    *lead, size = planes[0].shape
+    shift = np.arange(8, dtype=np.uint32).reshape(*(1 for _ in lead), 8, 1)
+    joined = None
+    for i, plane in enumerate(planes):
+        plane = lax.expand_dims(plane, (len(lead),))
+        field = lax.bitwise_and(lax.shift_right_logical(plane, shift), ONE_BIT_OF_EACH)
+        field = _shift_left(field, i)
+        joined = field if joined is None else lax.bitwise_or(joined, field)
+    assert joined is not None
+    return lax.reshape(joined, (*lead, 8 * size))
 
 
 def fields(bits: int) -> list[tuple[int, int]]:

@@ -9,15 +9,18 @@ from hypothesis import given, settings, strategies as st
 from hypothesis.extra import numpy as hnp
 
 import oracle
-from subjects import AFFINE, SUBJECTS, Affine, every_subject, jitted, sample
+from subjects import AFFINE, SUBJECTS, Affine, Planes, every_subject, jitted, sample
 
 SHAPES = [(), (1,), (257,), (3, 300), (2, 5, 31), (4, 1009), (0,), (0, 5), (5, 0)]
+floats = {
+    "dtype": st.sampled_from(["float32", "bfloat16", "float16", "float8_e5m2"]),
+    "group_size": st.sampled_from([32, 64, 96, 256, 1024]),
+}
 affine_subjects = st.builds(
-    Affine,
-    bits=st.integers(1, 8),
-    dtype=st.sampled_from(["float32", "bfloat16", "float16", "float8_e5m2"]),
-    group_size=st.sampled_from([32, 64, 96, 256, 1024]),
-    stochastic=st.booleans(),
+    Affine, bits=st.integers(1, 8), stochastic=st.booleans(), **floats
+)
+planes_subjects = st.builds(
+    Planes, bits=st.floats(1, 8), shards=st.integers(1, 4), **floats
 )
 shapes = st.sampled_from([*SHAPES, (2, 3, 5, 7), (17, 64), (1, 1, 1), (2, 1031)])
 
@@ -25,7 +28,7 @@ shapes = st.sampled_from([*SHAPES, (2, 3, 5, 7), (17, 64), (1, 1, 1), (2, 1031)]
 def steps_per_element(subject, stored, shape):
     """The stored scale of each element's group."""
     lead, row, num_groups, group = oracle.layout(shape, subject.group_size)
-    pattern = np.asarray(stored.scale).astype(np.uint32)
+    pattern = np.asarray(stored.metadata) & np.uint32(0xFFFF)
     is_constant = pattern >= 0x8000
     scale = np.where(is_constant, 0, pattern << 16).astype(np.uint32).view(np.float32)
     rows = np.repeat(scale.astype(np.float64), group, -1)
@@ -50,7 +53,7 @@ def check_error(subject, x, seed):
 
 
 @settings(max_examples=40)
-@given(affine_subjects, shapes, st.integers(0, 2**32 - 1))
+@given(affine_subjects | planes_subjects, shapes, st.integers(0, 2**32 - 1))
 def test_error_is_at_most_one_scale(subject, shape, seed):
     check_error(subject, sample(subject, shape, seed % 1000), np.uint32(seed))
 
@@ -62,7 +65,7 @@ values = values.filter(lambda v: v == 0 or abs(v) > 2.0**-99)
 
 @settings(max_examples=60)
 @given(
-    st.sampled_from([a for a in AFFINE if a.dtype == "float32"]),
+    st.sampled_from([a for a in AFFINE if a.dtype == "float32"] + [Planes(2.5)]),
     hnp.arrays(np.float32, (2, 40), elements=values),
     st.integers(0, 2**32 - 1),
 )

@@ -16,12 +16,14 @@ from jax import lax
 from scipy import stats
 
 from jaxact_kernels.affine import reference
-from subjects import Affine, jitted
+from subjects import Affine, Planes, jitted
 
 FAILURE = 1e-9
 DRAWS = 512
 SHAPE = (4, 256)
-every_width = pytest.mark.parametrize("bits", range(1, 9))
+every_width = pytest.mark.parametrize(
+    "subject", [*map(Affine, range(1, 9)), Planes(2.5)], ids=str
+)
 
 
 @pytest.mark.parametrize("fraction", [0, 1, 2, 255, 21845, 32768, 65534, 65535])
@@ -35,10 +37,9 @@ def test_rounds_up_exactly_as_often_as_the_fraction(fraction, code):
 
 
 @functools.cache
-def draws(bits):
-    """Decoded draws in codes `[DRAWS, *SHAPE]`, exact codes, and the scale."""
-    subject = Affine(bits)
-    rng = np.random.default_rng(bits)
+def draws(subject):
+    """Decoded draws in codes `[DRAWS, *SHAPE]`, exact codes, scale, and last code."""
+    rng = np.random.default_rng(int(subject.bits))
     x = rng.standard_normal(SHAPE).astype(np.float32)
     x[1] *= 1e-3
     x[2] += 10
@@ -52,29 +53,32 @@ def draws(bits):
     back, stored = run(jnp.asarray(x), jnp.arange(DRAWS, dtype=jnp.uint32))
     z, s = (
         (np.asarray(u).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-        for u in (stored.zero_point, stored.scale)
+        for u in (stored.metadata >> 16, stored.metadata)
     )
     exact = (x - z) / s
-    return (np.asarray(back, np.float64) - z) / s, exact, np.broadcast_to(s, SHAPE)
+    codes = (np.asarray(back, np.float64) - z) / s
+    bits = getattr(stored, "bits", np.full(SHAPE[:1], subject.bits))
+    last = 2.0 ** np.asarray(bits, np.float64)[:, None] - 1
+    return codes, exact, np.broadcast_to(s, SHAPE), last
 
 
 @every_width
-def test_only_the_two_neighbours_occur(bits):
-    codes, exact, scale = draws(bits)
+def test_only_the_two_neighbours_occur(subject):
+    codes, exact, scale, last = draws(subject)
     ulp = 2.0**-23 * 16 / scale  # of decoding to float32, |x| < 16
     assert (abs(codes - np.round(codes)) <= ulp).all()
     codes = np.round(codes)
     assert (codes >= np.floor(exact - 1e-4)).all()
     assert (codes <= np.ceil(exact + 1e-4)).all()
-    assert codes.min() == 0 and codes.max() == 2**bits - 1
+    assert codes.min() == 0 and (codes - last).max() == 0
 
 
 @every_width
-def test_the_mean_of_draws_misses_by_noise_alone(bits):
+def test_the_mean_of_draws_misses_by_noise_alone(subject):
     # Ups of one element are Binomial(DRAWS, f); their squared z-scores sum to about
     # chi-square. Fractions within 0.05 of a code are left out, so that the normal
     # approximation holds (25 expected ups); 2**-17 of bias moves z by 0.0005.
-    codes, exact, _ = draws(bits)
+    codes, exact, *_ = draws(subject)
     fraction = exact - np.floor(exact)
     far = (fraction > 0.05) & (fraction < 0.95)
     spread = np.sqrt(fraction * (1 - fraction) / DRAWS)
@@ -84,10 +88,10 @@ def test_the_mean_of_draws_misses_by_noise_alone(bits):
 
 
 @every_width
-def test_variance_is_f_times_one_minus_f(bits):
+def test_variance_is_f_times_one_minus_f(subject):
     # The mean over N = DRAWS * 1024 elements of (code - exact)**2 - f(1 - f). One term
     # has mean 0 and variance f(1-f)(1-2f)**2 <= 1/16.
-    codes, exact, _ = draws(bits)
+    codes, exact, *_ = draws(subject)
     fraction = exact - np.floor(exact)
     error = (codes - exact) ** 2 - fraction * (1 - fraction)
     spread = np.sqrt(
@@ -97,8 +101,8 @@ def test_variance_is_f_times_one_minus_f(bits):
 
 
 @every_width
-def test_what_sits_on_a_code_has_no_variance(bits):
-    codes, exact, _ = draws(bits)
+def test_what_sits_on_a_code_has_no_variance(subject):
+    codes, exact, *_ = draws(subject)
     at_zero = codes[:, exact == 0]
     assert at_zero.size and (at_zero == 0).all()
 

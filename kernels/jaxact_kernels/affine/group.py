@@ -8,6 +8,8 @@ No result depends on whether a compiler contracts a product and a sum: each prod
 is added to something is exact.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,10 +33,11 @@ def largest(dtype) -> np.float32:
     return (_max(dtype).view(np.uint32) & HIGH_HALF).view(np.float32)
 
 
-def metadata(lo: jax.Array, hi: jax.Array, bits: int, dtype) -> jax.Array:
+def metadata(lo: jax.Array, hi: jax.Array, bits: int | jax.Array, dtype) -> jax.Array:
     """Zero point and scale, in one `uint32`, of groups that span `lo` to `hi`.
 
-    Both are finite, or `lo` is NaN for a group with a NaN.
+    Both are finite, or `lo` is NaN for a group with a NaN. `bits` is an array like them
+    where groups differ in it.
     """
     lo, hi = _flush(lo), _flush(hi)
     zero_point = _bf16_below(lax.max(lo, -largest(dtype)))
@@ -121,20 +124,33 @@ def _halves(metadata: jax.Array) -> tuple[jax.Array, jax.Array]:
     )
 
 
-def _covering_scale(z: jax.Array, hi: jax.Array, bits: int, dtype) -> jax.Array:
+def _covering_scale(
+    z: jax.Array, hi: jax.Array, bits: int | jax.Array, dtype
+) -> jax.Array:
     """Least bfloat16 scale that reaches `hi`; one less if it overflows `dtype`."""
-    steps = 2**bits - 1
+    half_steps, inverse = _half_steps(bits)
     half_z = lax.mul(z, HALF)
     half_range = lax.sub(lax.mul(hi, HALF), half_z)
-    exact = lax.mul(half_range, np.float32(2 / steps))
+    exact = lax.mul(half_range, inverse)
     exact = lax.clamp(SMALLEST_SCALE, exact, largest(dtype))
     above = lax.add(pattern(exact), np.uint32(0xFFFF))
-    half_span = lax.mul(
-        float_of(lax.bitwise_and(above, HIGH_HALF)), np.float32(steps / 2)
-    )
+    half_span = lax.mul(float_of(lax.bitwise_and(above, HIGH_HALF)), half_steps)
     overflows = lax.gt(lax.add(half_z, half_span), _max(dtype) * HALF)
     scale = lax.shift_right_logical(above, np.uint32(16))
     return lax.sub(scale, lax.convert_element_type(overflows, np.uint32))
+
+
+def _half_steps(bits: int | jax.Array) -> tuple[Any, Any]:
+    """(2**bits - 1) / 2 and its inverse, correctly rounded."""
+    if isinstance(bits, int):
+        steps = 2**bits - 1
+        return np.float32(steps / 2), np.float32(2 / steps)
+    # Looked up, as not every compiler divides as precisely.
+    which = lax.sub(lax.convert_element_type(bits, np.int32), np.int32(1))
+    cases = zip(*(_half_steps(width) for width in range(1, 9)), strict=True)
+    full = lambda value: lax.full_like(bits, value, np.float32)
+    half_steps, inverse = (lax.select_n(which, *map(full, case)) for case in cases)
+    return half_steps, inverse
 
 
 def _max(dtype) -> np.float32:

@@ -6,7 +6,6 @@ only the others branch to find their finite extremes.
 """
 
 import functools
-import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxact_kernels import noise, words
+from jaxact_kernels import compat, noise, words
 from jaxact_kernels.affine import group
 from jaxact_kernels.affine.group import MAGIC, MAGIC_BITS
 from jaxact_kernels.affine.reference import NEAREST, Stored
@@ -35,13 +34,6 @@ THREADS = WARPS * LANES
 WIDEST = 16  # bytes of the widest load
 MOST_PER_THREAD = 64  # elements that a thread can keep in registers
 FRACTION = np.uint32(0xFFFF)  # the bits of a fixed-point code below 1
-
-# What a thread holds is said here, not inferred; jax before 0.12 knows no other way.
-_LANE: dict[str, Any] = (
-    {"lowering_semantics": plgpu.LoweringSemantics.Lane}
-    if hasattr(plgpu, "LoweringSemantics")
-    else {}
-)
 
 
 def encode(
@@ -66,7 +58,7 @@ def encode(
         tiles=tiles,
         dtype=x.dtype,
         stochastic=stochastic,
-        numbering=numbering or Numbering((layout.total_groups,), (1,)),
+        numbering=numbering,
     )
     packed, metadata = _call(
         kernel,
@@ -147,7 +139,7 @@ def declines(
 def _call(kernel: Callable, tiles: Tiles, out_type, *, name: str, interpret: bool):
     options: dict[str, Any] = {}
     if interpret:
-        options["interpret"] = plgpu.InterpretGPUParams()
+        options["interpret"] = compat.interpreter()
     return plgpu.kernel(
         kernel,
         out_type=out_type,
@@ -155,7 +147,9 @@ def _call(kernel: Callable, tiles: Tiles, out_type, *, name: str, interpret: boo
         grid_names=("block",),
         kernel_name=name,
         # A barrier at each store would order it with reads of the same memory.
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, **_LANE),
+        compiler_params=plgpu.CompilerParams(
+            unsafe_no_auto_barriers=True, **compat.LANE
+        ),
         **options,
     )
 
@@ -336,19 +330,19 @@ class _Block:
 
     def load(self, ref: Any, start: int) -> jax.Array:
         """Load the tile whose first column is `start`."""
-        return _load(self._columns(ref, start), self._of_tile)
+        return compat.load(self._columns(ref, start), self._of_tile)
 
     def store(self, ref: Any, start: int, x: jax.Array) -> None:
         """Store a tile whose first column is `start`."""
-        _store(self._columns(ref, start), x)
+        compat.store(self._columns(ref, start), x)
 
     def load_groups(self, ref: Any) -> jax.Array:
         """Load one value for each group."""
-        return _load(ref.at[self._rows], self._of_groups)
+        return compat.load(ref.at[self._rows], self._of_groups)
 
     def store_groups(self, ref: Any, x: jax.Array) -> None:
         """Store one value for each group."""
-        _store(ref.at[self._rows], x)
+        compat.store(ref.at[self._rows], x)
 
     @property
     def _rows(self) -> Any:
@@ -373,16 +367,3 @@ def _layout(tiles: Tiles, item_bytes: int) -> Any:
     return plgpu.Layout.TILED(
         layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim
     )
-
-
-def _load(ref: Any, layout: Any) -> jax.Array:
-    # jax before 0.12 takes an index apart from the reference.
-    index = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()
-    return plgpu.load(ref, *index, layout=layout, optimized=False)
-
-
-def _store(ref: Any, x: jax.Array) -> None:
-    if hasattr(plgpu, "store"):
-        plgpu.store(ref, x, optimized=False)
-    else:  # jax before 0.12, where an assignment is not checked to be fast
-        ref[...] = x

@@ -44,6 +44,7 @@ The code calls `lax`, not `jnp` or operators: their promotions and nested jits m
 trace of a new shape three times as slow.
 """
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -58,7 +59,7 @@ from jaxact_kernels.affine.group import (
     metadata,
     put,
 )
-from jaxact_kernels.layout import layout_of
+from jaxact_kernels.layout import Layout, layout_of
 
 NEAREST = np.uint32(0x8000)  # noise of one half
 
@@ -94,12 +95,47 @@ def encode(
 ) -> Stored:
     """See `jaxact_kernels.affine.encode`."""
     layout = layout_of(x.shape, group_size)
-    groups = layout.split(lax.convert_element_type(x, np.float32), -np.inf)
-    lo, hi = _extremes(groups, largest(x.dtype))
+    groups = split(x, layout)
+    ends = extremes(groups, x.dtype)
+    codes, stored = quantize(groups, ends, seed, layout, x.dtype, bits, stochastic)
+    return Stored(words.pack(codes, bits), stored)
+
+
+def decode(
+    stored: Stored, *, shape: tuple[int, ...], dtype, bits: int, group_size: int
+) -> jax.Array:
+    """See `jaxact_kernels.affine.decode`."""
+    code = words.unpack_slots(stored.words, bits)
+    layout = layout_of(shape, group_size)
+    return layout.join(dequantize(code, stored.metadata, dtype), shape)
+
+
+def split(x: jax.Array, layout: Layout) -> jax.Array:
+    """Groups of float32, padded with what no extreme is taken from."""
+    return layout.split(lax.convert_element_type(x, np.float32), -np.inf)
+
+
+def quantize(
+    groups: jax.Array,
+    ends: tuple[jax.Array, jax.Array],
+    seed: jax.Array,
+    layout: Layout,
+    dtype,
+    bits: int | jax.Array,
+    stochastic: bool = True,
+) -> tuple[jax.Array, jax.Array]:
+    """Codes, `uint32[*lead, num_groups, group]`, and metadata of groups.
+
+    Args:
+        groups: what `split` returned.
+        ends: what `extremes` returned.
+        dtype: of the array that was split.
+        bits: one width, or `uint32[*lead, num_groups]`.
+    """
     # Without the barrier XLA computes the metadata again in each kernel that reads it:
     # a third more code to compile.
-    stored = lax.optimization_barrier(metadata(lo, hi, bits, x.dtype))
-    fixed = _fixed_point(groups, encoding_line(lo, stored), bits)
+    stored = lax.optimization_barrier(metadata(*ends, bits, dtype))
+    fixed = _fixed_point(groups, encoding_line(ends[0], stored), bits)
     if stochastic:
         draw = noise.sixteen_bits(noise.group_keys(seed, stored), layout.group)
     else:
@@ -108,22 +144,20 @@ def encode(
     if layout.padding:
         is_real = lax.convert_element_type(layout.is_real(), np.uint32)
         codes = lax.mul(codes, is_real)  # not a select: it would not broadcast
-    return Stored(words.pack(codes, bits), stored)
+    return codes, stored
 
 
-def decode(
-    stored: Stored, *, shape: tuple[int, ...], dtype, bits: int, group_size: int
-) -> jax.Array:
-    """See `jaxact_kernels.affine.decode`."""
-    layout = layout_of(shape, group_size)
-    code = words.unpack_slots(stored.words, bits)
-    groups = stored.metadata.shape
-    slots = range(len(groups), code.ndim)
-    zero, step, unit = decoding_line(lax.expand_dims(stored.metadata, slots))
+def dequantize(code: jax.Array, metadata: jax.Array, dtype) -> jax.Array:
+    """Values, `dtype[*lead, num_groups, group]`, of codes of those axes or more.
+
+    The elements of a group may lie along several axes of `code`, in row-major order.
+    """
+    slots = range(metadata.ndim, code.ndim)
+    zero, step, unit = decoding_line(lax.expand_dims(metadata, slots))
     code = lax.convert_element_type(_signed(code), np.float32)
     x = lax.mul(lax.add(zero, lax.mul(step, code)), unit)
-    x = lax.reshape(lax.convert_element_type(x, dtype), (*groups, layout.group))
-    return layout.join(x, shape)
+    group = math.prod(code.shape[metadata.ndim :])
+    return lax.reshape(lax.convert_element_type(x, dtype), (*metadata.shape, group))
 
 
 def round_fixed_point(fixed: jax.Array, noise16: jax.Array | np.uint32) -> jax.Array:
@@ -135,8 +169,9 @@ def round_fixed_point(fixed: jax.Array, noise16: jax.Array | np.uint32) -> jax.A
     return lax.shift_right_logical(lax.add(fixed, noise16), np.uint32(16))
 
 
-def _extremes(groups: jax.Array, big: np.float32) -> tuple[jax.Array, jax.Array]:
+def extremes(groups: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
     """Least and greatest finite element of each group; NaN where there is a NaN."""
+    big = largest(dtype)
     infinite = lax.eq(lax.abs(groups), np.float32(np.inf))
     inputs = put(big, infinite, groups), put(-big, infinite, groups)
     start = np.float32(np.inf), np.float32(-np.inf)
@@ -148,14 +183,22 @@ def _extremes(groups: jax.Array, big: np.float32) -> tuple[jax.Array, jax.Array]
     return lax.min(lo, hi), lax.max(lo, hi)
 
 
-def _fixed_point(x: jax.Array, line, bits: int) -> jax.Array:
+def _fixed_point(x: jax.Array, line, bits: int | jax.Array) -> jax.Array:
     """Real-valued codes of `x`, clipped, in units of 2**-16, as `uint32`."""
     half_zero, slope, base = (_for_elements(end) for end in line)
     t = lax.mul(lax.sub(lax.mul(x, np.float32(0.5)), half_zero), slope)
     t = put(np.float32(0), lax.bitwise_not(lax.gt(t, np.float32(0))), t)  # NaN too
-    t = lax.min(t, np.float32((2**bits - 1) * 65536))
+    t = lax.min(t, _last_code(bits))
     t = lax.round(t, lax.RoundingMethod.TO_NEAREST_EVEN)
     return lax.add(lax.convert_element_type(_signed(t), np.uint32), base)
+
+
+def _last_code(bits: int | jax.Array) -> np.float32 | jax.Array:
+    if isinstance(bits, int):
+        return np.float32((2**bits - 1) * 65536)
+    end = lax.shift_left(lax.full_like(bits, 65536), bits)
+    last = lax.sub(end, lax.full_like(bits, 65536))
+    return _for_elements(lax.convert_element_type(last, np.float32))
 
 
 def _for_elements(x: jax.Array) -> jax.Array:
