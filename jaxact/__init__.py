@@ -4,11 +4,19 @@ A *policy* chooses a *codec* for each *residual*; `compress` applies it.
 """
 
 from jaxact import policies as policies
+from jaxact._bits import (
+    Allocation as Allocation,
+    Sensitivity as Sensitivity,
+    allocate as allocate,
+    reallocate as reallocate,
+)
 from jaxact._codec import (
     Bitmask as Bitmask,
     Cast as Cast,
+    DualPrecision as DualPrecision,
     Exact as Exact,
     Offload as Offload,
+    PerSample as PerSample,
     Quantize as Quantize,
     Recompute as Recompute,
 )
@@ -16,6 +24,7 @@ from jaxact._compress import (
     CompressionWarning as CompressionWarning,
     compress as compress,
 )
+from jaxact._measure import sensitivity as sensitivity, telemetry as telemetry
 from jaxact._memory import Memory as Memory, memory as memory
 from jaxact._policy import Policy as Policy, Rule as Rule
 from jaxact._report import ResidualTable as ResidualTable, residuals as residuals

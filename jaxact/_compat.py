@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core as jex, source_info_util
+from jax.interpreters import partial_eval
 
 # 0.12 batches a backward rule correctly when an output ignores the mapped argument;
 # before, such an output's cotangent was counted once per example, so `_engine`
@@ -56,6 +58,29 @@ def call_body(eqn: Any) -> Any | None:
     return closed if same and len(jaxpr.outvars) == len(eqn.outvars) else None
 
 
+def custom_vjp_body(eqn: Any) -> Any | None:
+    """What a call with a custom derivative rule evaluates, if it is one.
+
+    0.12 has these calls as objects of one primitive, which hold the traced function.
+    """
+    if eqn.primitive.name == "call_hi_primitive":
+        traced = getattr(eqn.params["_prim"], "traced", None)
+        closed = None if traced is None else traced.jaxpr
+    elif eqn.primitive.name == "custom_vjp_call":
+        closed = eqn.params["call_jaxpr"]
+    else:
+        return None
+    if closed is None:
+        return None
+    jaxpr, _ = open_jaxpr(closed)
+    return closed if len(jaxpr.invars) == len(eqn.invars) else None
+
+
+def without_unused(jaxpr: Any) -> Any:
+    """`jaxpr` without what none of its outputs needs, also inside calls and loops."""
+    return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
+
+
 def scan_counts(eqn: Any) -> tuple[int, int]:
     """(constants, carries) of a scan; 0.12 dropped `num_consts` and `num_carry`.
 
@@ -80,6 +105,29 @@ def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
     with traced_at(eqn), eqn.ctx.manager:
         out = eqn.primitive.bind(*functions, *values, **params)
     return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def varying_alike(values: Sequence[Any]) -> list[Any]:
+    """The values as operands of one primitive inside a `shard_map` that checks them.
+
+    Primitives, unlike the functions of `lax`, do not cast a constant themselves.
+    """
+    axes = [set(jax.typeof(v).manual_axis_type.varying) for v in values]
+    every = set().union(*axes)
+    return [
+        lax.pcast(v, tuple(every - own), to="varying") if own != every else v
+        for v, own in zip(values, axes, strict=True)
+    ]
+
+
+def reduced_like(gradient: Any, aval: Any) -> Any:
+    """A gradient, summed over the manual axes over which its argument is the same.
+
+    0.12 does that to what a custom derivative rule returns; 0.10 refuses it.
+    """
+    own = jax.typeof(gradient).manual_axis_type.varying
+    more = set(own) - set(aval.manual_axis_type.varying)
+    return lax.psum(gradient, tuple(more)) if more else gradient
 
 
 def traced_at(eqn: Any) -> Any:
@@ -121,6 +169,13 @@ def with_constants(jaxpr: Any, variables: Sequence[Any], values: Sequence[Any]) 
     constvars = [*jaxpr.constvars, *variables]
     held = {"consts": [*jaxpr.consts, *values]} if hasattr(jaxpr, "consts") else {}
     return jaxpr.replace(constvars=constvars, **held)
+
+
+def with_inputs(jaxpr: Any, variables: Sequence[Any]) -> Any:
+    """`jaxpr` with more inputs, after its own."""
+    inputs = [*jaxpr.invars, *variables]
+    info = jaxpr.debug_info._replace(arg_names=None)
+    return jaxpr.replace(invars=inputs, debug_info=info)
 
 
 def without_constants(jaxpr: Any) -> Any:

@@ -179,8 +179,8 @@ def _warn(policy: Policy, name: str, plans: Sequence[Plan]) -> None:
     decisions = [d for plan in plans for d in plan.all_decisions]
     used = {d.rule for d in decisions}
     for index, rule in enumerate(policy.rules):
-        # A rule with a path may be meant for another module with the same policy.
-        if index not in used and rule.path is None:
+        # A path or a key may be of another module with the same policy.
+        if index not in used and rule.path is None and rule.key is None:
             warnings.warn(
                 f"jaxact: {rule} matched no residual of {name}. See "
                 "jaxact.residuals for what there is.",

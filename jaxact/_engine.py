@@ -27,12 +27,12 @@ from jaxact._flow import flow, read, union
 from jaxact._form import plan_form, rewrite
 from jaxact._form.primitives import ELEMENTWISE, MOVES
 from jaxact._leaves import plan_each
-from jaxact._mark import mark
+from jaxact._mark import Call, mark, mark_call
 from jaxact._opaque import opaque
-from jaxact._policy import Policy
-from jaxact._program import Plan, is_float, trace_forward
+from jaxact._policy import Decision, Policy
+from jaxact._program import Forward, Plan, is_float, trace_forward
 from jaxact._residual import join_paths
-from jaxact._scan import contains_scan, push_into_scans
+from jaxact._scan import Compress, contains_scan, push_into_scans
 from jaxact._surgery import prune
 from jaxact.policies import PACKED_NAME, SaveEither, save_packed
 
@@ -75,44 +75,51 @@ def _compressed(engine: Engine, flat: Flat) -> Callable[..., list[Any]]:
     def planned(active: tuple[bool, ...], seed: Any, values: Sequence[Any]) -> Plan:
         if active not in plans:
             inside: list[Plan] = []
-            run = _differentiable(engine, flat, inside)
+
+            def compress_body(body: Flat, seed: Any, values: Any, scope: str) -> Any:
+                prefix = join_paths(engine.prefix, scope)
+                return Engine(engine.policy, prefix, inside.extend)(body, seed, values)
+
+            run = differentiable(flat, engine.policy, compress_body)
             forward = trace_forward(run, seed, values, active)
-            make_plan = plan_form if engine.policy.chooses_form else plan_each
-            plans[active] = make_plan(forward, flat, engine.policy, engine.prefix)
+            plans[active] = plan_for(forward, flat, engine.policy, engine.prefix)
             engine.report([plans[active], *inside])
         return plans[active]
 
     @jax.custom_vjp
     def call(seed: Any, *values: Any) -> list[Any]:
+        mark_call(seed, Call(flat, engine.policy, engine.prefix))
         return flat(*values)
 
     def fwd(seed: Any, *primals: Any) -> tuple[list[Any], Any]:
         values = [p.value for p in primals]
-        active = tuple(p.perturbed and _is_inexact(p.value) for p in primals)
+        active = tuple(p.perturbed and is_inexact(p.value) for p in primals)
         plan = planned(active, seed.value, values)
-        out, packed, kept = _forward(plan, engine.prefix, seed.value, values)
+        out, packed, kept = forward_pass(plan, engine.prefix, seed.value, values)
         return out, (Static((plan, active)), packed, kept)
 
     def bwd(residuals: Any, cotangents: Any) -> tuple[Any, ...]:
         static, packed, kept = residuals
         plan, active = static.value
-        gradients = iter(_backward(plan, packed, kept, cotangents))
-        return (None, *[next(gradients) if a else None for a in active])
+        gradients = iter(backward_pass(plan, packed, kept, cotangents))
+        _, *inputs = plan.forward.jaxpr.invars
+        return (
+            None,
+            *[
+                _compat.reduced_like(next(gradients), v.aval) if is_active else None
+                for v, is_active in zip(inputs, active, strict=True)
+            ],
+        )
 
     call.defvjp(fwd, bwd, **_compat.VJP_OPTIONS)
     return call
 
 
-def _differentiable(
-    engine: Engine, flat: Flat, inside: list[Plan]
+def differentiable(
+    flat: Flat, policy: Policy, compress_body: Compress
 ) -> Callable[..., list[Any]]:
     """(seed, *values) -> outputs: scans compressed inside, the rest checkpointed."""
-
-    def compress_body(body: Flat, seed: Any, values: Any, scope: str) -> list[Any]:
-        prefix = join_paths(engine.prefix, scope)
-        return Engine(engine.policy, prefix, inside.extend)(body, seed, values)
-
-    if engine.policy.chooses_form:
+    if policy.chooses_form:
         flat, widen = rewrite(flat)
     else:
         widen = list
@@ -123,14 +130,28 @@ def _differentiable(
     run = plain
     if contains_scan(flat.jaxpr):
         run = push_into_scans(flat, compress_body)
-    if engine.policy.recompute is not None:
-        keep = SaveEither(engine.policy.recompute, save_packed)
+    if policy.recompute is not None:
+        keep = SaveEither(policy.recompute, save_packed)
         run = jax.checkpoint(run, policy=keep)
     return lambda seed, *values: run(seed, *widen(values))
 
 
-def _forward(
-    plan: Plan, prefix: str, seed: Any, values: Sequence[Any]
+def plan_for(forward: Forward, flat: Flat, policy: Policy, prefix: str) -> Plan:
+    """What becomes of the residuals of a call."""
+    make_plan = plan_form if policy.chooses_form else plan_each
+    return make_plan(forward, flat, policy, prefix)
+
+
+def _encode(decision: Decision, x: jax.Array, seed: Any, is_fused: bool) -> Any:
+    return decision.action.encode(x, seed, is_fused)
+
+
+def _decode(decision: Decision, stored: Any, shape: Any, dtype: Any) -> jax.Array:
+    return decision.action.decode(stored, shape, dtype)
+
+
+def forward_pass(
+    plan: Plan, prefix: str, seed: Any, values: Sequence[Any], encode: Any = _encode
 ) -> tuple[list[Any], list[Any], list[Any]]:
     """Outputs, packed residuals, and what is kept as it is."""
     forward, inputs = plan.forward, [seed, *values]
@@ -149,11 +170,11 @@ def _forward(
             x = plan.normalized[v].apply(x, env)
         salted = jnp.asarray(seed, jnp.uint32) ^ np.uint32(salt)
         is_fused = v in plan.normalized or decision.residual.primitive in FUSED
-        encode = functools.partial(decision.action.encode, is_fused=is_fused)
+        store = functools.partial(encode, decision, is_fused=is_fused)
         if decision.bias == "exact" and is_float(v):  # may be differentiated again
-            stored[v] = encode(x, salted)
+            stored[v] = store(x, salted)
         else:
-            stored[v] = opaque(encode, x, salted)
+            stored[v] = opaque(store, x, salted)
     exact = [stored[v] for v in plan.exact]
     packed = [stored[v] for v in plan.packed]
     if packed:
@@ -165,10 +186,29 @@ def _forward(
     return out, packed, exact + [env[v] for v in plan.kept]
 
 
-def _backward(
-    plan: Plan, packed: Sequence[Any], kept: Sequence[Any], cotangents: Sequence[Any]
-) -> Sequence[Any]:
+def backward_pass(
+    plan: Plan,
+    packed: Sequence[Any],
+    kept: Sequence[Any],
+    cotangents: Sequence[Any],
+) -> list[Any]:
     """Gradients of the active values."""
+    packed, cotangents, run = behind_barrier(plan, packed, kept, cotangents)
+    gradients = run(decoded(plan, packed), cotangents)
+    if not plan.packed:
+        return gradients
+    # Together: else XLA puts a weight's gradient off, and what that reads is decoded
+    # and kept (726 instead of 553 MiB for ResNet-50 on an H100).
+    return lax.optimization_barrier(gradients)
+
+
+def behind_barrier(
+    plan: Plan, packed: Sequence[Any], kept: Sequence[Any], cotangents: Sequence[Any]
+) -> tuple[Sequence[Any], list[Any], Callable[..., list[Any]]]:
+    """Packed residuals and cotangents behind a barrier, and the backward program.
+
+    That is (what was decoded for each of `plan.packed`, cotangents) -> gradients.
+    """
     env = dict(zip([*plan.exact, *plan.kept], kept, strict=True))
     # What is recomputed starts behind the barrier, or XLA would keep it from forward.
     read_again = {v for step in plan.replay for v in step.inputs}
@@ -182,28 +222,40 @@ def _backward(
         sources = dict(zip(sources, values, strict=True))
         for i, c in zip(floating, tied, strict=True):
             cotangents[i] = c
+
+    def run(decoded: Sequence[Any], cotangents: list[Any]) -> list[Any]:
+        full = env | _undone(plan, decoded, env)
+        again = {**full, **sources}
+        for step in plan.replay:
+            again.update(zip(step.eqn.outvars, step(again), strict=True))
+        full = {**again, **full}
+        residuals = [_compat.value(v, full) for v in plan.forward.residuals]
+        vjp = jax.tree.unflatten(plan.forward.vjp_tree, residuals)
+        return list(vjp(cotangents))
+
+    return packed, cotangents, run
+
+
+def decoded(plan: Plan, packed: Sequence[Any], decode: Any = _decode) -> list[Any]:
+    """What the actions decode."""
+    found = []
     for v, stored in zip(plan.packed, packed, strict=True):
-        action, through = plan.decisions[v].action, plan.normalized.get(v)
-        shape, dtype = tuple(v.aval.shape), v.aval.dtype
-        if through is None:
-            env[v] = action.decode(stored, shape, dtype)
-        else:
-            wide = action.decode(stored, shape, through.stored_dtype(dtype))
-            env[v] = through.undo(wide, env, dtype)
-    again = {**env, **sources}
-    for step in plan.replay:
-        again.update(zip(step.eqn.outvars, step(again), strict=True))
-    env = {**again, **env}
-    residuals = [_compat.value(v, env) for v in plan.forward.residuals]
-    gradients = jax.tree.unflatten(plan.forward.vjp_tree, residuals)(cotangents)
-    if not plan.packed:
-        return gradients
-    # Together: else XLA puts a weight's gradient off, and what that reads is decoded
-    # and kept (726 instead of 553 MiB for ResNet-50 on an H100).
-    return lax.optimization_barrier(list(gradients))
+        through, dtype = plan.normalized.get(v), v.aval.dtype
+        dtype = dtype if through is None else through.stored_dtype(dtype)
+        found.append(decode(plan.decisions[v], stored, tuple(v.aval.shape), dtype))
+    return found
 
 
-def _is_inexact(x: Any) -> bool:
+def _undone(plan: Plan, decoded: Sequence[Any], env: dict[Any, Any]) -> dict[Any, Any]:
+    """The residuals that were stored, some through a normalization."""
+    found = {}
+    for v, x in zip(plan.packed, decoded, strict=True):
+        through = plan.normalized.get(v)
+        found[v] = x if through is None else through.undo(x, env, v.aval.dtype)
+    return found
+
+
+def is_inexact(x: Any) -> bool:
     return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
 

@@ -1,21 +1,44 @@
-"""The identity that marks, inside a traced program, where a residual is stored.
+"""Identities that mark, inside a traced program, residuals and compressed calls.
 
-A mark carries what was decided for the residual, so a table can be read back from any
-program that contains compressed calls, however deep inside jit, scan or vmap they are
-and whatever JAX had cached. A mark compiles to nothing. It also stops second-order
-differentiation, which would otherwise silently differentiate through the rounding.
+The mark of a residual carries what was decided for it, so a table can be read back from
+any program that contains compressed calls, however deep inside jit, scan or vmap they
+are and whatever JAX had cached. It also stops second-order differentiation, which would
+otherwise silently differentiate through the rounding. The mark of a call says how it is
+compressed, so that it can be evaluated in another way, for measuring. Marks compile to
+nothing.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
 from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
 
+from jaxact._call import Flat
 from jaxact._codec import is_stored_exactly
 from jaxact._policy import Decision, Policy
 
 mark_p = jex.Primitive("jaxact_residual")
+call_p = jex.Primitive("jaxact_call")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Call:
+    """A compressed call: the function, and how its residuals are stored.
+
+    Attributes:
+      prefix: its module path.
+    """
+
+    flat: Flat
+    policy: Policy
+    prefix: str
+
+
+def mark_call(seed: jax.Array, call: Call) -> jax.Array:
+    """The seed of a compressed call, marked as such."""
+    return call_p.bind(seed, call=call)
 
 
 def mark(
@@ -41,8 +64,13 @@ def _differentiate(primals: Any, tangents: Any, **params: Any) -> Any:
     return mark_p.bind(*primals, **params), tangents[0]
 
 
-mark_p.def_impl(lambda x, **_: x)
-mark_p.def_abstract_eval(lambda aval, **_: aval)
-mlir.register_lowering(mark_p, lambda ctx, x, **_: [x])
-batching.primitive_batchers[mark_p] = _batch
+def _batch_call(args: Any, dims: Any, **params: Any) -> Any:
+    return call_p.bind(*args, **params), dims[0]
+
+
+for primitive, batch in ((mark_p, _batch), (call_p, _batch_call)):
+    primitive.def_impl(lambda x, **_: x)
+    primitive.def_abstract_eval(lambda aval, **_: aval)
+    mlir.register_lowering(primitive, lambda ctx, x, **_: [x])
+    batching.primitive_batchers[primitive] = batch
 ad.primitive_jvps[mark_p] = _differentiate

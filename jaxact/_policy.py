@@ -10,8 +10,10 @@ import jax.numpy as jnp
 from jaxact._codec import (
     Action,
     Bitmask,
+    DualPrecision,
     Exact,
     Offload,
+    PerSample,
     Quantize,
     is_stored_exactly,
 )
@@ -60,6 +62,7 @@ class Rule:
 
     Attributes:
       action: what to do with them.
+      key: exactly one residual's, as `Residual.key` and the rows of tables have it.
       name: glob on the `checkpoint_name`, also of what is derived from the residual.
       path: glob on the module path, or on any tail of it: 'mlp/*' matches
         'Net/block0/mlp/up'.
@@ -74,6 +77,7 @@ class Rule:
 
     action: Action
     _: dataclasses.KW_ONLY
+    key: str | None = None
     name: str | None = None
     path: str | None = None
     primitive: str | None = None
@@ -94,7 +98,8 @@ class Rule:
         """Whether `residual` meets every condition."""
         r = residual
         return (
-            (self.name is None or _matches_any(r, self.name))
+            (self.key is None or r.key == self.key)
+            and (self.name is None or _matches_any(r, self.name))
             and (self.path is None or _matches_tail(r.path, self.path))
             and (self.primitive is None or r.primitive == self.primitive)
             and (self.dtype is None or r.dtype == self.dtype)
@@ -182,11 +187,14 @@ class Policy:
         small = residual.size < SMALL_SIZE or residual.size * SMALL_FRACTION <= largest
         is_float = jnp.issubdtype(residual.dtype, jnp.floating)
         spared = is_float and (statistic or small)
+        is_mask = residual.dtype == jnp.bool_
         is_lossless = self.default is not None and is_stored_exactly(self.default)
-        if self.default is not None and (is_lossless or not spared):
+        if self.default is not None and (is_lossless or not (spared or is_mask)):
             return _apply(self.default, residual, "policy default", None)
-        if residual.dtype == jnp.bool_:
-            return Decision(residual, Bitmask(), "one bit is exact")
+        if is_mask:
+            on_host = isinstance(self.default, Offload)
+            action = Offload(Bitmask()) if on_host else Bitmask()
+            return Decision(residual, action, "one bit is exact")
         if not is_float:
             return Decision(residual, Exact(), f"{residual.dtype} stays exact")
         if spared:
@@ -206,8 +214,9 @@ def bias_of(action: Action) -> str:
     if is_stored_exactly(action):
         return "exact"
     inner = action.codec if isinstance(action, Offload) else action
-    unbiased = isinstance(inner, Quantize) and inner.stochastic
-    return "unbiased" if unbiased else "biased"
+    if isinstance(inner, Quantize):
+        return "unbiased" if inner.stochastic else "biased"
+    return "unbiased" if isinstance(inner, DualPrecision | PerSample) else "biased"
 
 
 def _matches_any(residual: Residual, pattern: str) -> bool:
@@ -225,5 +234,6 @@ def _require_action(place: str, action: Any) -> None:
     if not isinstance(action, Action):
         raise TypeError(
             f"{place} takes an action, not {action!r}. Actions are Exact(), "
-            "Quantize(bits), Bitmask(), Cast(dtype), Recompute() and Offload(codec)."
+            "Quantize(bits), DualPrecision(bits), PerSample(bits), Bitmask(), "
+            "Cast(dtype), Recompute() and Offload(codec)."
         )

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxact import _adapters, _compat
-from jaxact._call import Argument, Kind, arguments, trace
+from jaxact._call import Flat, arguments, trace
 from jaxact._codec import Action, Exact
 from jaxact._compress import compress
 from jaxact._flow import flow, read, union
@@ -26,6 +26,7 @@ class Row:
     """One stored residual.
 
     Attributes:
+      key: its identity, for `Rule(key=...)`.
       shape, dtype: of the array before it is stored, with the copies that scans stack.
       primitive: that computed it; '' for an argument.
       name: its `checkpoint_name`, or ''.
@@ -39,6 +40,7 @@ class Row:
       why: the reason for the action.
     """
 
+    key: str
     shape: tuple[int, ...]
     dtype: Any
     primitive: str
@@ -195,18 +197,18 @@ def residuals(
     """
     if policy is not None:
         fn = compress(fn, policy=policy)
-    modules = [a for a in (*args, *kwargs.values()) if _adapters.is_nnx(a)]
-    if modules:
-        adapter: Any = _adapters.for_target(modules[0])
-        fn, args, kwargs, _ = adapter.purify(fn, args, kwargs)
-        described = [Argument(f"args[{i}]", Kind.UNKNOWN) for i in range(len(args))]
-        described += [Argument(name, Kind.UNKNOWN) for name in kwargs]
-    else:
-        described = arguments(fn, args, kwargs, None, ())
-    flat, values, _ = trace(fn, args, kwargs, described)
+    flat, values, _ = trace_pure(_adapters.pure_call(fn, args, kwargs))
     active = [jnp.issubdtype(v.dtype, jnp.inexact) for v in values]
     run = lambda _, *values: flat(*values)
     return _tabulate(trace_forward(run, np.uint32(0), values, active), flat.paths)
+
+
+def trace_pure(
+    call: _adapters.PureCall,
+) -> tuple[Flat, list[Any], Callable[[Sequence[Any]], Any]]:
+    """The call as `trace` gives it, no argument of which is known to be a parameter."""
+    described = arguments(call.fn, call.args, call.kwargs, None, ())
+    return trace(call.fn, call.args, call.kwargs, described)
 
 
 @dataclasses.dataclass
@@ -265,7 +267,7 @@ def _marked_row(eqn: Any, copies: int, stored: int) -> Row:
 def _row(decision: Decision, shape: tuple[int, ...], exact: int, stored: int) -> Row:
     what, how = decision.residual, (decision.action, decision.bias)
     place = (what.primitive, what.name, what.path, what.source)
-    return Row(shape, what.dtype, *place, *how, exact, stored, decision.why)
+    return Row(what.key, shape, what.dtype, *place, *how, exact, stored, decision.why)
 
 
 def _unused(marks: _Marks) -> tuple[Rule, ...]:

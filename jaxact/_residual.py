@@ -18,6 +18,8 @@ from jaxact import _compat
 # Equations that rename or fence a value without changing it; checkpoint inserts the
 # second and third.
 _TRANSPARENT = {"name", "reduce_precision", "optimization_barrier", "jaxact_residual"}
+# What a call says of a value that its body computes.
+_WHERE = ("name", "primitive", "path", "source", "number")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,11 +31,14 @@ class Residual:
       origin: 'computed', 'argument', 'constant' or 'literal'.
       primitive: the JAX primitive that computed it; '' unless computed.
       name: its `jax.ad_checkpoint.checkpoint_name`, or ''.
-      path: module path and named scopes, as 'Net/block0/up'; for an argument, its
-        place in the call.
+      path: module path and named scopes, as 'Net/block0/up'; for an argument, that of
+        the call and its place in it.
       source: 'file.py:line (function)' of the line that computed it.
       stacked: number of copies that enclosing scans keep.
       aliases: names of values that are derived from it in the backward pass.
+      number: of the equation that computed it, among those of its primitive and path.
+      is_normalized: whether it is stored through a normalization over channels, such
+        as BatchNorm's.
     """
 
     shape: tuple[int, ...]
@@ -45,6 +50,18 @@ class Residual:
     source: str = ""
     stacked: int = 1
     aliases: tuple[str, ...] = ()
+    number: int = 0
+    is_normalized: bool = False
+
+    @property
+    def key(self) -> str:
+        """Identity, whatever the policy: 'Net/block0/mlp_up', 'Net/dot_general#1'.
+
+        The path and the `checkpoint_name`, or the primitive and which one of the path
+        it is. Calls of the same path, such as the steps of a scan, share their keys.
+        """
+        number = f"#{self.number}" if self.number and not self.name else ""
+        return join_paths(self.path, self.name or self.primitive) + number
 
     @property
     def size(self) -> int:
@@ -87,12 +104,15 @@ class Provenance:
     argument_paths: Sequence[str]
     prefix: str = ""
     _indexed: dict[int, dict[Any, Any]] = dataclasses.field(default_factory=dict)
+    _numbers: dict[tuple[int, str], dict[int, int]] = dataclasses.field(
+        default_factory=dict
+    )
 
     def of(self, var: Any) -> Residual:
         """The provenance of one value."""
         found = self._walk(self.jaxpr, var, self.prefix)
         if found.origin == "argument":
-            path = self.argument_paths[int(found.path)]
+            path = join_paths(self.prefix, self.argument_paths[int(found.path)])
             found = dataclasses.replace(found, path=path)
         aval = var.aval
         return dataclasses.replace(found, shape=tuple(aval.shape), dtype=aval.dtype)
@@ -102,6 +122,17 @@ class Provenance:
         if id(jaxpr) not in self._indexed:  # the program keeps its jaxprs alive
             self._indexed[id(jaxpr)] = {v: e for e in jaxpr.eqns for v in e.outvars}
         return self._indexed[id(jaxpr)]
+
+    def _number(self, jaxpr: Any, eqn: Any, prefix: str) -> int:
+        """How many equations of its primitive and path come before `eqn`."""
+        key = (id(jaxpr), prefix)
+        if key not in self._numbers:
+            seen: dict[tuple[str, str], int] = {}
+            numbers = self._numbers[key] = {}
+            for e in jaxpr.eqns:
+                kind = (e.primitive.name, module_path(e.source_info.name_stack))
+                numbers[id(e)] = seen[kind] = seen.get(kind, -1) + 1
+        return self._numbers[key][id(eqn)]
 
     def _walk(self, jaxpr: Any, var: Any, prefix: str) -> Residual:
         """Provenance, with an argument's position in `path` still to resolve."""
@@ -139,9 +170,7 @@ class Provenance:
                     var = eqn.invars[int(found.path)]
                     continue
                 if found.origin == "computed":
-                    fields = {
-                        k: getattr(found, k) for k in ("primitive", "path", "source")
-                    }
-                    return result(name=found.name, **fields)
-            source = source_info_util.summarize(eqn.source_info)
-            return result(primitive=name, path=here, source=os.path.basename(source))
+                    return result(**{k: getattr(found, k) for k in _WHERE})
+            source = os.path.basename(source_info_util.summarize(eqn.source_info))
+            number = self._number(jaxpr, eqn, prefix)
+            return result(primitive=name, path=here, source=source, number=number)

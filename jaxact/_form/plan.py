@@ -80,6 +80,8 @@ class _Planner:
             if read(self.facts, v) & STORED:
                 self.classes.set_exact(v)
         self.chooser = Chooser(jaxpr, self.classes, makers)
+        self.normalizations = Normalizations(jaxpr, makers)
+        self.normalized: dict[Any, Normalized] = {}
         used = [v for e in jaxpr.eqns for v in _solved_with(e)]
         self.solved_with = set(self.chooser.bases(used))
         # A rule of its own may do anything with what it keeps.
@@ -135,13 +137,10 @@ class _Planner:
         self, decisions: dict[Any, Decision], stored: Sequence[Any]
     ) -> dict[Any, Normalized]:
         """What each rounded variable is stored through, where that is better."""
-        program, found = Normalizations(self.forward.jaxpr, self.chooser.makers), {}
+        found = {}
         for v in stored:
-            if decisions[v].bias == "exact":
-                continue
-            how = program.of(v)
-            if how is not None and all(map(self.classes.is_exact, how[:2])):
-                found[v] = Normalized(*how)
+            if decisions[v].bias != "exact" and v in self.normalized:
+                found[v] = self.normalized[v]
                 why = f"{decisions[v].why}; normalized by channel"
                 decisions[v] = dataclasses.replace(decisions[v], why=why)
         return found
@@ -181,7 +180,11 @@ class _Planner:
         return found
 
     def _decide_base(self, v: Any) -> Decision:
-        decision = self.policy.decide(self._residual(v), largest=self.largest)
+        what, how = self._residual(v), self.normalizations.of(v)
+        if how is not None and all(map(self.classes.is_exact, how[:2])):
+            self.normalized[v] = Normalized(*how)
+            what = dataclasses.replace(what, is_normalized=True)
+        decision = self.policy.decide(what, largest=self.largest)
         if decision.rule is None and v in self.solved_with:
             why = "solved with, or a factorization"
             return Decision(decision.residual, Exact(), why)

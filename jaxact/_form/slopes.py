@@ -95,12 +95,13 @@ def _scalar_slope(
 def _evaluate(jaxpr: Any, inputs: Sequence[Any]) -> Any:
     env = dict(zip(jaxpr.invars, inputs, strict=True))
     for eqn in jaxpr.eqns:
-        values = [_compat.value(v, env) for v in eqn.invars]
+        values = _compat.varying_alike([_compat.value(v, env) for v in eqn.invars])
         ones = [i for i, v in enumerate(eqn.invars) if _is_one(v)]
         if eqn.primitive.name == "mul" and ones:
             env[eqn.outvars[0]] = values[1 - ones[0]]
         else:
-            env[eqn.outvars[0]] = _compat.bind(eqn, values)[0]
+            # Not as it was traced: the program may have been, for another mesh.
+            env[eqn.outvars[0]] = eqn.primitive.bind(*values, **eqn.params)
     return _compat.value(jaxpr.outvars[0], env)
 
 

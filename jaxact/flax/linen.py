@@ -4,6 +4,7 @@ Variables and RNG streams go through the transform as parameters, the call's arg
 as activations. Mutable collections come out as the module left them.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from flax.core import lift
 from jaxact._call import Argument, Kind, arguments
 from jaxact._compress import call, seed_from
 from jaxact._policy import Policy
+from jaxact._residual import join_paths
 
 NOISE_STREAM = "jaxact"
 
@@ -55,6 +57,7 @@ def _lift(target: Any, method: Any, policy: Policy, static: tuple[int, ...]) -> 
             variables: Any,
             rngs: Any,
             seed: Any,
+            module: str,
             *args: Any,
             **kw: Any,
         ) -> Any:
@@ -67,7 +70,7 @@ def _lift(target: Any, method: Any, policy: Policy, static: tuple[int, ...]) -> 
             describe = [
                 Argument("variables", Kind.PARAMETER),
                 Argument("rngs", Kind.PARAMETER),
-                *described[1:],
+                *(_inside(module, argument) for argument in described[1:]),
             ]
             inputs = (variables, rngs, *args)
             return call(pure, inputs, kw, describe, policy, seed, name=target)
@@ -78,11 +81,18 @@ def _lift(target: Any, method: Any, policy: Policy, static: tuple[int, ...]) -> 
         # The seed is drawn outside: RNG counters do not come out of a lifted function.
         def seeded(scopes: Any, *args: Any, rounding_key: Any = None, **kw: Any) -> Any:
             drawn = _seed(scopes) if rounding_key is None else seed_from(rounding_key)
-            return lifted(scopes, drawn, *args, **kw)
+            module = jax.tree.leaves(scopes)[0].name or ""
+            return lifted(scopes, drawn, module, *args, **kw)
 
         return seeded
 
     return nn.transforms.lift_transform(transform, target)
+
+
+def _inside(module: str, argument: Argument) -> Argument:
+    """The argument of a submodule, whose own name scope is not open yet."""
+    label = join_paths(module, argument.label)
+    return dataclasses.replace(argument, label=label)
 
 
 def _all(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:

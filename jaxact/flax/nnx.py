@@ -55,13 +55,19 @@ def compress_call(
         seed = _seed(modules) if rounding_key is None else seed_from(rounding_key)
         describe = [*state, *described]
         with jax.named_scope(type(modules[0]).__name__):  # NNX opens no scopes itself
-            y, *after = call(pure, inputs, kwargs, describe, policy, seed, name=f)
-        changed = [s for s in after if s is not None]
-        if changed:  # a frozen module may belong to an outer trace
-            nnx.update(modules, *changed)
-        return y
+            out = call(pure, inputs, kwargs, describe, policy, seed, name=f)
+        return write_back(modules, out)
 
     return compressed
+
+
+def write_back(modules: tuple[Any, ...], out: Any) -> Any:
+    """The result of a call, from that of its pure function; changes go to `modules`."""
+    y, *after = out
+    changed = [s for s in after if s is not None]
+    if changed:  # a frozen module may belong to an outer trace
+        nnx.update(modules, *changed)
+    return y
 
 
 def purify(

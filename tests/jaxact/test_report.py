@@ -105,8 +105,10 @@ def test_linen_paths():
     net = Net(jaxact.compress(Block, policy=policy))
     variables = net.init(jax.random.key(0), X)
     table = jaxact.residuals(lambda v, x: net.apply(v, x).sum(), variables, X)
-    in_second = {row.action for row in table.rows if "second" in row.path}
-    in_first = {row.action for row in table.rows if "first" in row.path}
+    actions = {row.key: row.action for row in table.rows}
+    assert actions.pop("Net/first/add#2") == Exact()  # the second's argument
+    in_first = {a for key, a in actions.items() if "first" in key}
+    in_second = {a for key, a in actions.items() if "second" in key}
     assert (in_first, in_second) == ({Quantize(2)}, {Exact(), Quantize(2)})
     at_up = [row.action for row in table.rows if row.path == "Net/second/up"]
     assert set(at_up) <= {Exact()}

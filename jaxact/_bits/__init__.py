@@ -1,0 +1,8 @@
+"""Bits for each residual, from what its rounding costs."""
+
+from jaxact._bits.allocate import (
+    Allocation as Allocation,
+    allocate as allocate,
+    reallocate as reallocate,
+)
+from jaxact._bits.cost import Sensitivity as Sensitivity

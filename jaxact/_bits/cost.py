@@ -1,0 +1,203 @@
+"""What rounding costs: the gradient variance that each stored residual adds.
+
+Stochastic rounding to codes of b bits has steps R / (2^b - 1) in a group of range R, so
+the variance it adds to the gradient is a number of the residual, its `variance`, times
+S(b) = (2^b - 1)^-2 (ActNN, Chen et al. 2021, arXiv:2104.14129; GACT, Liu et al. 2022,
+arXiv:2206.11357). Residuals are rounded independently, so their variances add up.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+# What S is for bfloat16, 16 bits: on normal values the mean squared rounding error is
+# 2.76e-6 of their variance (8 significant bits), and R^2 / 6 S(b) is 5.38 S(b) of it in
+# groups of 256. It is as if codes had 10.5 bits, and far more than (2^16 - 1)^-2.
+_BFLOAT16 = 2.76e-6 / 5.38
+
+
+def levels_variance(bits: int | str) -> float:
+    """S(b) = (2^b - 1)^-2, what b bits do to a residual's `variance`.
+
+    16 bits are bfloat16. 32 bits, or 'exact', add nothing.
+    """
+    if bits == "exact":
+        return 0.0
+    if not isinstance(bits, int) or bits < 1:
+        raise ValueError(
+            f"levels_variance({bits!r}): bits must be an integer of at least 1 or "
+            "'exact'."
+        )
+    if bits >= 32:
+        return 0.0
+    return _BFLOAT16 if bits == 16 else (2**bits - 1) ** -2
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """The gradient variance that storing one residual adds.
+
+    Attributes:
+      key: of the residual (`Residual.key`).
+      size: elements, over all copies.
+      itemsize: bytes of an element when exact.
+      variance: stored at b bits, the residual adds variance * S(b) to the gradient:
+        the expected squared norm of the error. S(1) is 1. Where it is not finite, the
+        residual must stay exact.
+      signal: squared norm of the gradient that the error is added to.
+      bits: at which it was measured; None for a formula.
+    """
+
+    key: str
+    size: int
+    itemsize: int
+    variance: float
+    signal: float
+    bits: int | None
+
+    @property
+    def exact_bits(self) -> int:
+        """Bits of an element as it is; so many store it exactly."""
+        return 8 * self.itemsize
+
+    def error(self, bits: int) -> float:
+        """The variance that storing at `bits` adds; infinite where it is unknown."""
+        if bits >= self.exact_bits:
+            return 0.0
+        if not math.isfinite(self.variance):
+            return math.inf
+        return self.variance * levels_variance(bits)
+
+    def cells(self) -> tuple[str, ...]:
+        """The row as text: key, elements, bits, error, error relative to the signal."""
+        if not math.isfinite(self.variance):
+            at, error, relative = "exact", str(self.variance), "must stay exact"
+        else:
+            at = "-" if self.bits is None else str(self.bits)
+            value = self.error(self.bits or 1)
+            error, relative = f"{value:.3g}", relative_text(value, self.signal)
+        return self.key, f"{self.size:,}", at, error, relative
+
+
+@dataclasses.dataclass(frozen=True)
+class Sensitivity:
+    """What storing each residual costs: `print` it.
+
+    Attributes:
+      rows: one `Cost` for each residual measured.
+      signal: squared norm of the whole gradient.
+      unmeasured: keys of residuals that have no row; a policy made from this leaves
+        them to its base.
+
+    Raises:
+      ValueError: two rows have the same key.
+
+    Example:
+      >>> from jaxact._bits.cost import Cost
+      >>> table = Sensitivity((Cost('a', 100, 4, 9.0, 2.0, 2),), signal=2.0)
+      >>> table.error({'a': 2})
+      1.0
+      >>> print(table)
+      key  elements  bits  error  relative
+      a         100     2      1       0.5
+    """
+
+    rows: tuple[Cost, ...]
+    signal: float
+    unmeasured: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rows", tuple(self.rows))
+        object.__setattr__(self, "unmeasured", tuple(self.unmeasured))
+        keys = [row.key for row in self.rows]
+        repeated = sorted({key for key in keys if keys.count(key) > 1})
+        if repeated:
+            raise ValueError(
+                f"Sensitivity(rows=...) with several rows of the key {repeated[0]!r}: "
+                "keys must be distinct. Use Sensitivity.merge to average measurements."
+            )
+
+    def error(self, bits: Mapping[str, int]) -> float:
+        """The variance added in total when each key is stored at its bits.
+
+        Raises:
+          ValueError: a row's key is not in `bits`.
+        """
+        missing = [row.key for row in self.rows if row.key not in bits]
+        if missing:
+            raise ValueError(
+                f"Sensitivity.error: bits for {', '.join(missing)} are required too; "
+                "32 stands for exact."
+            )
+        return sum(row.error(bits[row.key]) for row in self.rows)
+
+    def merge(self, other: "Sensitivity", momentum: float) -> "Sensitivity":
+        """Average with a later measurement: momentum * self + (1 - momentum) * other.
+
+        Per key; what only one has is kept, so graphs may change. Where one of the two
+        is not finite the later counts alone. Sizes and bits are the later's.
+
+        Raises:
+          ValueError: momentum outside [0, 1].
+        """
+        if not 0 <= momentum <= 1:
+            raise ValueError(
+                f"Sensitivity.merge(momentum={momentum!r}): a weight from 0 (later "
+                "only) to 1 (earlier only) is required."
+            )
+
+        def mean(earlier: float, later: float) -> float:
+            if not (math.isfinite(earlier) and math.isfinite(later)):
+                return later
+            return momentum * earlier + (1 - momentum) * later
+
+        rows = {row.key: row for row in self.rows}
+        for row in other.rows:
+            before = rows.get(row.key, row)
+            rows[row.key] = dataclasses.replace(
+                row,
+                variance=mean(before.variance, row.variance),
+                signal=mean(before.signal, row.signal),
+            )
+        without = dict.fromkeys((*self.unmeasured, *other.unmeasured))
+        unmeasured = tuple(key for key in without if key not in rows)
+        signal = mean(self.signal, other.signal)
+        return Sensitivity(tuple(rows.values()), signal, unmeasured)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers and strings, ready for JSON; None where not finite."""
+        plain = lambda v: None if isinstance(v, float) and not math.isfinite(v) else v
+        rows = [
+            {name: plain(value) for name, value in dataclasses.asdict(row).items()}
+            for row in self.rows
+        ]
+        return {
+            "rows": rows,
+            "signal": plain(self.signal),
+            "unmeasured": list(self.unmeasured),
+        }
+
+    def __str__(self) -> str:
+        """One line for each row: the error at its bits ('-': a formula, at one bit)."""
+        titles = ("key", "elements", "bits", "error", "relative")
+        lines = [aligned([titles, *(row.cells() for row in self.rows)])]
+        if self.unmeasured:
+            lines.append(f"not measured: {', '.join(self.unmeasured)}")
+        return "\n".join(lines)
+
+
+def relative_text(error: float, signal: float) -> str:
+    """An error as a part of a signal, where there is one."""
+    return f"{error / signal:.3g}" if signal > 0 else "-"
+
+
+def aligned(table: Sequence[Sequence[str]]) -> str:
+    """Columns padded to one width: the first to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return "\n".join(
+        "  ".join(
+            [row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]
+        ).rstrip()
+        for row in table
+    )

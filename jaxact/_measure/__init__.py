@@ -1,0 +1,10 @@
+"""What rounding does to gradients, measured on the user's own program.
+
+`sensitivity` tries: it rounds one residual at a time and compares whole gradients.
+`telemetry` reads it off a training step while that runs. Both trace the user's
+function, find the compressed calls in it (`revise.py`) and evaluate those with an
+instrument between residuals and their actions (`instrument.py`).
+"""
+
+from jaxact._measure.sensitivity import sensitivity as sensitivity
+from jaxact._measure.telemetry import telemetry as telemetry

@@ -1,0 +1,86 @@
+"""Which residuals the backward pass of a program has rounded, and how many of each."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxact import _compat
+from jaxact._bits.cost import Cost, levels_variance
+from jaxact._call import Flat
+from jaxact._codec import Action, Cast, DualPrecision, Offload, PerSample, Quantize
+from jaxact._engine import is_inexact
+from jaxact._mark import mark_p
+
+
+class Rounded(NamedTuple):
+    """The residuals of one key.
+
+    Attributes:
+      size: elements, over all copies.
+      itemsize: bytes of an element when exact.
+      bits: of an element as stored, to the nearest.
+    """
+
+    key: str
+    size: int
+    itemsize: int
+    bits: int
+
+    def cost(self, error: float, signal: float) -> Cost:
+        """The cost of rounding it, given the squared error at its bits."""
+        variance = error / levels_variance(self.bits)
+        return Cost(self.key, self.size, self.itemsize, variance, signal, self.bits)
+
+
+def census(
+    flat: Flat, values: Sequence[Any], active: Sequence[bool]
+) -> tuple[Rounded, ...]:
+    """The residuals rounded for the derivative with respect to the active values.
+
+    Also those inside `jax.checkpoint`, which exist only in the backward pass.
+    """
+
+    def derivative(values: Sequence[Any]) -> Any:
+        def of_active(some: Sequence[Any]) -> list[Any]:
+            rest = iter(some)
+            full = [next(rest) if a else v for a, v in zip(active, values, strict=True)]
+            return [x for x in flat(*full) if is_inexact(x)]
+
+        out, vjp = jax.vjp(
+            of_active, [v for v, a in zip(values, active, strict=True) if a]
+        )
+        return vjp([jnp.ones_like(x) for x in out])
+
+    jaxpr, _ = _compat.open_jaxpr(jax.make_jaxpr(derivative)(list(values)))
+    found: dict[str, Rounded] = {}
+    # A checkpoint's forward pass has marks too, of what it does not keep.
+    for eqn, copies in _marks(_compat.without_unused(jaxpr), 1):
+        decision, aval = eqn.params["decision"], eqn.outvars[0].aval
+        bits, key = _bits(decision.action), decision.residual.key
+        if bits is not None:
+            before = found[key].size if key in found else 0
+            size = before + aval.size * copies
+            found[key] = Rounded(key, size, aval.dtype.itemsize, bits)
+    return tuple(found.values())
+
+
+def _marks(jaxpr: Any, copies: int) -> Iterator[tuple[Any, int]]:
+    for eqn in jaxpr.eqns:
+        if eqn.primitive is mark_p:
+            yield eqn, copies
+        inside = copies * eqn.params.get("length", 1)
+        for param in eqn.params.values():
+            for body in param if isinstance(param, tuple | list) else (param,):
+                found, _ = _compat.open_jaxpr(body)
+                if hasattr(found, "eqns"):
+                    yield from _marks(found, inside)
+
+
+def _bits(action: Action) -> int | None:
+    """Bits of an element; None for what does not round."""
+    inner = action.codec if isinstance(action, Offload) else action
+    if isinstance(inner, Quantize | DualPrecision | PerSample):
+        return round(inner.bits)
+    return 8 * inner.dtype.itemsize if isinstance(inner, Cast) else None

@@ -1,0 +1,188 @@
+"""How one equation passes the random errors of its operands on.
+
+The error of a value is a sum of deviation * unit noise over the *sources* that it
+carries: a noisy input and the path its elements took. All unit noise has mean 0 and
+variance 1, and that of different elements or sources counts as independent. Deviations
+have a sign, so that paths which meet again element by element, as the terms of a
+recomputed derivative do, add up or cancel exactly.
+
+Exact to first order for elementwise equations and for moves of elements. What a sum
+makes of a source is a source of its own, independent of everything else, and the copies
+that a broadcast makes of an element count as independent in a later sum. These two
+approximations err by up to 2 / (elements of a statistic) for a norm; the noise of a
+softmax's rounded exponentials comes out 1 to 6 % too large at 4 bits and more, up to
+18 % at 2 bits where a few of a row's weights dominate.
+
+Products of two errors are left out. A norm's backward reads its normalized value twice:
+the noise of its input's gradient comes out too small by about half the variance of that
+value's error, 4 % for 0.1.
+"""
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxact import _compat
+
+# (noisy input, path) -> deviation of each element, float32
+Deviations = dict[tuple[int, Hashable], jax.Array]
+
+# Move or copy elements; a path tells equal moves of one source.
+_MOVES = frozenset(
+    "reshape transpose squeeze expand_dims broadcast_in_dim rev slice pad concatenate "
+    "split dynamic_slice dynamic_update_slice gather".split()
+)
+_SUMS = frozenset("reduce_sum cumsum reduce_window_sum".split())
+
+# (operands, result, parameters) -> derivative with respect to one operand
+_Slope = Callable[[Sequence[jax.Array], jax.Array, dict[str, Any]], Any]
+
+
+def _one(xs: Any, y: Any, params: Any) -> Any:
+    return 1.0
+
+
+def _minus_one(xs: Any, y: Any, params: Any) -> Any:
+    return -1.0
+
+
+# For each operand; None: not followed. At a kink the derivative of one side.
+_SLOPES: dict[str, tuple[_Slope | None, ...]] = {
+    "neg": (_minus_one,),
+    "add": (_one, _one),
+    "add_any": (_one, _one),
+    "sub": (_one, _minus_one),
+    "mul": (lambda xs, y, p: xs[1], lambda xs, y, p: xs[0]),
+    "div": (lambda xs, y, p: 1 / xs[1], lambda xs, y, p: -y / xs[1]),
+    "max": (lambda xs, y, p: xs[0] >= xs[1], lambda xs, y, p: xs[1] > xs[0]),
+    "min": (lambda xs, y, p: xs[0] <= xs[1], lambda xs, y, p: xs[1] < xs[0]),
+    "clamp": (None, lambda xs, y, p: (xs[0] < xs[1]) & (xs[1] < xs[2]), None),
+    "abs": (lambda xs, y, p: jnp.sign(xs[0]),),
+    "square": (lambda xs, y, p: 2 * xs[0],),
+    "one_minus_square": (lambda xs, y, p: -2 * xs[0],),
+    "integer_pow": (lambda xs, y, p: p["y"] * lax.integer_pow(xs[0], p["y"] - 1),),
+    "pow": (lambda xs, y, p: xs[1] * xs[0] ** (xs[1] - 1), None),
+    "sqrt": (lambda xs, y, p: 0.5 / y,),
+    "rsqrt": (lambda xs, y, p: -0.5 * y / xs[0],),
+    "exp": (lambda xs, y, p: y,),
+    "exp2": (lambda xs, y, p: math.log(2) * y,),
+    "expm1": (lambda xs, y, p: y + 1,),
+    "log": (lambda xs, y, p: 1 / xs[0],),
+    "log1p": (lambda xs, y, p: 1 / (1 + xs[0]),),
+    "tanh": (lambda xs, y, p: 1 - y * y,),
+    "logistic": (lambda xs, y, p: y * (1 - y),),
+    "erf": (lambda xs, y, p: 2 / math.sqrt(math.pi) * jnp.exp(-xs[0] * xs[0]),),
+    "sin": (lambda xs, y, p: jnp.cos(xs[0]),),
+    "cos": (lambda xs, y, p: -jnp.sin(xs[0]),),
+    "convert_element_type": (_one,),
+    "reduce_precision": (_one,),
+    "copy": (_one,),
+    "copy_p": (_one,),
+    "name": (_one,),
+}
+
+FOLLOWED = _MOVES | _SUMS | _SLOPES.keys() | {"select_n", "optimization_barrier"}
+
+
+def pass_on(
+    eqn: Any,
+    inputs: Sequence[Any],
+    outputs: Sequence[jax.Array],
+    operands: Sequence[Deviations],
+) -> list[Deviations] | None:
+    """Deviations of the outputs, given those of the operands; None: not known."""
+    name = eqn.primitive.name
+    if name == "optimization_barrier":
+        return list(operands)
+    if _tells_infinity_or_nan(eqn):
+        return [{}]
+    if not all(map(_is_floating, outputs)):
+        return None
+    if name in _SLOPES:
+        return _elementwise(eqn, inputs, outputs[0], operands)
+    if name in _SUMS:
+        return _sum(eqn, operands)
+    if name == "select_n":
+        return _move(eqn, inputs, operands, lambda path: path)
+    if name in _MOVES:
+        # Where an array of indices says what moves, no other equation moves the same.
+        is_static = all(map(_is_floating, inputs))
+        how = (name, str(eqn.params)) if is_static else eqn.outvars[0]
+        return _move(eqn, inputs, operands, lambda path: (path, how))
+    return None
+
+
+def variances(errors: Deviations) -> dict[int, jax.Array]:
+    """For each noisy input the variance that it adds to each element."""
+    out: dict[int, jax.Array] = {}
+    for (source, _), deviation in errors.items():
+        square = deviation * deviation
+        out[source] = out[source] + square if source in out else square
+    return out
+
+
+def _elementwise(
+    eqn: Any, inputs: Sequence[Any], output: jax.Array, operands: Sequence[Deviations]
+) -> list[Deviations] | None:
+    xs = [jnp.asarray(x).astype(jnp.float32) for x in inputs]
+    y, out = output.astype(jnp.float32), {}
+    slopes = _SLOPES[eqn.primitive.name]
+    for slope, errors in zip(slopes, operands, strict=True):
+        if not errors:
+            continue
+        if slope is None:
+            return None
+        by = jnp.asarray(slope(xs, y, eqn.params), jnp.float32)
+        for key, deviation in errors.items():
+            # An operand may be a scalar where the result is not.
+            term = jnp.broadcast_to(by * deviation, y.shape)
+            out[key] = out[key] + term if key in out else term
+    return [out]
+
+
+def _move(
+    eqn: Any,
+    inputs: Sequence[Any],
+    operands: Sequence[Deviations],
+    path_after: Callable[[Hashable], Hashable],
+) -> list[Deviations]:
+    """The same equation on deviations."""
+    out: list[Deviations] = [{} for _ in eqn.outvars]
+    for source, path in dict.fromkeys(key for errors in operands for key in errors):
+        moved = [
+            errors.get((source, path), jnp.zeros(jnp.shape(x), jnp.float32))
+            if _is_floating(x)
+            else x
+            for x, errors in zip(inputs, operands, strict=True)
+        ]
+        for place, deviation in zip(out, _compat.bind(eqn, moved), strict=True):
+            place[source, path_after(path)] = deviation
+    return out
+
+
+def _sum(eqn: Any, operands: Sequence[Deviations]) -> list[Deviations]:
+    """Variances of independent errors add."""
+    out: Deviations = {}
+    for source, variance in variances(operands[0]).items():
+        (total,) = _compat.bind(eqn, [variance])
+        out[source, eqn.outvars[0]] = jnp.sqrt(total)
+    return [out]
+
+
+def _tells_infinity_or_nan(eqn: Any) -> bool:
+    """Whether it only asks what a rounding error does not change."""
+    if eqn.primitive.name == "is_finite":
+        return True
+    if eqn.primitive.name not in ("eq", "ne"):
+        return False
+    a, b = eqn.invars
+    literals = [v.val for v in (a, b) if _compat.is_literal(v)]
+    return a is b or any(not math.isfinite(x) for x in literals)
+
+
+def _is_floating(x: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(x), jnp.floating)

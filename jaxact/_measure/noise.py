@@ -1,0 +1,265 @@
+"""How much variance the rounding of each residual adds to what backward computes.
+
+Rounded residuals add E||error||^2 to a gradient, and that number decides their bits
+(ActNN, Chen et al. 2021, arXiv:2104.14129; AC-GC, Evans and Aamodt, NeurIPS 2021).
+There each layer has its own formula. Here one walk over the backward program finds it:
+the program is linear in the cotangents, so an error can be followed from the residual,
+through cheap equations, to the product that it enters.
+
+The *targets*, where noise is measured: the product of a residual with a cotangent, by a
+matmul or a convolution (a weight's gradient; both gradients of an attention); what a
+cotangent became by cheap equations, where a matmul, a convolution or something not
+understood reads it next (the gradient at a norm's or an activation's input); an output.
+Noise is not followed past its first target.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxact import _compat
+from jaxact._flow import flow
+from jaxact._measure.deviations import (
+    FOLLOWED,
+    Deviations,
+    pass_on,
+    variances as variances_of,
+)
+from jaxact._program import is_float
+from jaxact._surgery import Body, call_body, flatten, prune
+
+MEETINGS = frozenset(["dot_general", "conv_general_dilated"])
+
+
+class Noise(NamedTuple):
+    """What the errors of one input do, summed over their targets; float32 scalars.
+
+    Attributes:
+      added: expected squared norm of the error. Exact for matmuls and convolutions of
+        the input and for what moves its elements; first order through nonlinear
+        equations; `deviations` says what else is approximate.
+      signal: squared norm of what the error is added to.
+    """
+
+    added: jax.Array
+    signal: jax.Array
+
+
+def evaluate_with_noise(
+    jaxpr: Any,
+    consts: Sequence[Any],
+    values: Sequence[Any],
+    variances: Mapping[int, Any],
+    *,
+    cotangents: Collection[int],
+) -> tuple[list[Any], dict[int, Noise | None]]:
+    """Evaluate a backward program and measure the noise of its inputs.
+
+    Args:
+      jaxpr: the program, linear in its cotangents.
+      consts, values: one for each of its constants and inputs.
+      variances: for each noisy input, by number, the variance of the error of each of
+        its elements, in a shape that broadcasts to the input's. The errors have mean 0
+        and are independent of each other.
+      cotangents: the numbers of the inputs that are cotangents.
+
+    Returns:
+      What `eval_jaxpr` returns, by the same operations (under jit; outside, calls are
+      evaluated equation by equation), and the noise of each noisy input: None where it
+      is not known, because the input reaches no target, or something not understood
+      reads it (a loop, a comparison, a matmul that computes an activation again).
+    """
+    flat, more = flatten(jaxpr, _body)
+    flat = prune(flat, flat.outvars)
+    products = _find_products(flat, cotangents)
+    walk = _Walk(products, _find_targets(flat, products))
+    env = dict(zip(flat.constvars, [*consts, *more], strict=True))
+    env |= dict(zip(flat.invars, values, strict=True))
+    for i, variance in variances.items():
+        v = flat.invars[i]
+        walk.arrive(v, env[v], {(i, None): _deviation(i, v, variance)})
+    for eqn in flat.eqns:
+        inputs = [_compat.value(v, env) for v in eqn.invars]
+        outputs = _compat.bind(eqn, inputs)
+        env.update(zip(eqn.outvars, outputs, strict=True))
+        walk.step(eqn, inputs, outputs)
+    return [_compat.value(v, env) for v in flat.outvars], walk.totals(variances)
+
+
+@dataclass
+class _Walk:
+    """Errors on their way through a program.
+
+    Attributes:
+      products: variables that depend on a cotangent.
+      targets: variables at which noise is measured.
+      errors: of the variables so far.
+      measured: what each noisy input has added so far.
+      lost: noisy inputs that something not understood reads.
+    """
+
+    products: set[Any]
+    targets: set[Any]
+    errors: dict[Any, Deviations] = field(default_factory=dict)
+    measured: dict[int, Noise] = field(default_factory=dict)
+    lost: set[int] = field(default_factory=set)
+
+    def arrive(self, v: Any, value: Any, errors: Deviations) -> None:
+        """Measure the errors of a variable if it is a target, or keep them."""
+        if v in self.targets:
+            energies = {i: jnp.sum(x) for i, x in variances_of(errors).items()}
+            self._measure(energies, value)
+        if v not in self.targets or v not in self.products:
+            self.errors[v] = errors
+
+    def step(self, eqn: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        """Follow errors through one equation."""
+        operands = [
+            {} if _compat.is_literal(v) else self.errors.get(v, {}) for v in eqn.invars
+        ]
+        if not any(operands):
+            return
+        if eqn.primitive.name in MEETINGS:
+            for place, errors in enumerate(operands):
+                self._meet(eqn, place, inputs, outputs[0], errors)
+            return
+        after = pass_on(eqn, inputs, outputs, operands)
+        if after is None:
+            self._lose(*operands)
+            return
+        for v, value, errors in zip(eqn.outvars, outputs, after, strict=True):
+            if errors:
+                self.arrive(v, value, errors)
+
+    def totals(self, noisy: Collection[int]) -> dict[int, Noise | None]:
+        """The noise of each noisy input."""
+        return {i: None if i in self.lost else self.measured.get(i) for i in noisy}
+
+    def _meet(
+        self, eqn: Any, place: int, inputs: Sequence[Any], out: Any, errors: Deviations
+    ) -> None:
+        """Measure what an operand's errors do to its product with a cotangent."""
+        if eqn.invars[1 - place] not in self.products:
+            self._lose(errors)  # an activation is computed again
+            return
+        energy = {"dot_general": _dot_energy, "conv_general_dilated": _conv_energy}
+        other = _squares(inputs[1 - place])
+        energies: dict[int, jax.Array] = {}
+        for i, variance in variances_of(errors).items():
+            pair = (variance, other) if place == 0 else (other, variance)
+            energies[i] = energy[eqn.primitive.name](eqn.params, *pair)
+        self._measure(energies, out)
+
+    def _measure(self, energies: Mapping[int, jax.Array], value: Any) -> None:
+        if not energies:
+            return
+        signal = jnp.sum(_squares(value))
+        for i, added in energies.items():
+            before = self.measured.get(i, Noise(jnp.float32(0), jnp.float32(0)))
+            self.measured[i] = Noise(before.added + added, before.signal + signal)
+
+    def _lose(self, *operands: Deviations) -> None:
+        self.lost.update(i for errors in operands for i, _ in errors)
+
+
+def _dot_energy(params: Any, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    """The sum over the elements of a `dot_general`, without computing them."""
+    contracting, batch = params["dimension_numbers"]
+
+    def of_paired_axes(x: jax.Array, side: int) -> jax.Array:
+        paired = (*batch[side], *contracting[side])
+        free = [a for a in range(x.ndim) if a not in paired]
+        return x.transpose(*paired, *free).sum(tuple(range(len(paired), x.ndim)))
+
+    return jnp.sum(of_paired_axes(lhs, 0) * of_paired_axes(rhs, 1))
+
+
+def _conv_energy(params: Any, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    """The sum over the elements of a convolution, without computing them.
+
+    Linear in each operand: operands are summed over what only tells outputs apart, and
+    one output channel for each group is left of the convolution.
+    """
+    numbers, copied = params["dimension_numbers"], ("feature_group_count",)
+    copied += ("batch_group_count", "padding", "lhs_dilation", "rhs_dilation")
+    batches, features = params["batch_group_count"], params["feature_group_count"]
+    out = lax.conv_general_dilated(
+        _sum_in_groups(lhs, numbers.lhs_spec[0], batches),
+        _sum_in_groups(rhs, numbers.rhs_spec[0], batches * features),
+        params["window_strides"],
+        dimension_numbers=numbers,
+        **{name: params[name] for name in copied},
+    )
+    return jnp.sum(out)
+
+
+def _sum_in_groups(x: jax.Array, axis: int, groups: int) -> jax.Array:
+    """Sum each of `groups` consecutive parts of an axis to one element."""
+    return x.reshape(*x.shape[:axis], groups, -1, *x.shape[axis + 1 :]).sum(axis + 1)
+
+
+def _squares(x: Any) -> jax.Array:
+    return jnp.square(jnp.asarray(x).astype(jnp.float32))
+
+
+def _deviation(i: int, v: Any, variance: Any) -> jax.Array:
+    shape = tuple(v.aval.shape)
+    if not is_float(v):
+        raise ValueError(
+            f"variances[{i}] is given for an input of dtype {v.aval.dtype}, which has "
+            "no rounding error. Give variances of floating inputs only."
+        )
+    given = jnp.shape(variance)
+    padded = (1,) * (len(shape) - len(given)) + given
+    if len(padded) > len(shape) or any(
+        m not in (1, n) for m, n in zip(padded, shape, strict=True)
+    ):
+        raise ValueError(
+            f"variances[{i}] has shape {given}, which does not broadcast "
+            f"to the input's shape {shape}. Give one variance for each element, or one "
+            "for each of some axes that are 1 elsewhere."
+        )
+    return jnp.broadcast_to(jnp.sqrt(jnp.asarray(variance, jnp.float32)), shape)
+
+
+def _find_products(jaxpr: Any, cotangents: Collection[int]) -> set[Any]:
+    facts = [int(i in cotangents) for i in range(len(jaxpr.invars))]
+    return {v for v, depends in flow(jaxpr, facts).items() if depends}
+
+
+def _find_targets(jaxpr: Any, products: set[Any]) -> set[Any]:
+    """Outputs, and products that an equation reads through which none is followed."""
+    read = {
+        v
+        for eqn in jaxpr.eqns
+        if eqn.primitive.name not in FOLLOWED
+        for v in _compat.variables(eqn.invars)
+    }
+    return (read & products) | set(_compat.variables(jaxpr.outvars))
+
+
+def _body(eqn: Any) -> Body | None:
+    """What of a program is inlined: all calls with one body."""
+    body = call_body(eqn)
+    closed = None if eqn.effects else _compat.call_body(eqn)
+    if body is not None or closed is None or eqn.primitive.name in ("jit", "pjit"):
+        return body
+    jaxpr, consts = _compat.open_jaxpr(closed)
+    constants = tuple(zip(jaxpr.constvars, consts, strict=True))
+    inputs, eqns = jaxpr.invars, jaxpr.eqns
+    if eqn.params.get("differentiated") and eqn.params.get("prevent_cse"):
+        # What a checkpoint recomputes starts behind a barrier, as in its own lowering.
+        outside = [_compat.new_variable(v.aval) for v in inputs]
+        eqns, inputs = [*_barrier(eqn, outside, inputs), *eqns], outside
+    return Body(inputs, eqns, jaxpr.outvars, constants)
+
+
+def _barrier(like: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> Iterator[Any]:
+    traced, _ = _compat.open_jaxpr(jax.make_jaxpr(lax.optimization_barrier)(0.0))
+    if inputs:
+        primitive = traced.eqns[0].primitive
+        yield _compat.new_equation(like, primitive, inputs, outputs, {})

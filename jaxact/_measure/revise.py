@@ -1,0 +1,140 @@
+"""Evaluate a traced program with other functions in place of its compressed calls.
+
+A compressed call leaves its mark in a program that is traced without being
+differentiated, so it can be found again inside jit, scan, branches, checkpoints and
+shard_map, whatever transformed it since. Calls inside custom rules, loops without a
+fixed length and a shard_map that checks varying axes are left as they are.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from jaxact import _compat
+from jaxact._mark import Call, call_p
+
+# (call, seed, values, extra) -> outputs of the call
+Replace = Callable[[Call, Any, Sequence[Any], Any], list[Any]]
+
+_CHECKPOINTS = ("checkpoint", "remat", "remat2")
+
+
+def evaluate(
+    jaxpr: Any,
+    consts: Sequence[Any],
+    values: Sequence[Any],
+    replace: Replace,
+    extra: Any,
+) -> list[Any]:
+    """Outputs of the program, each compressed call evaluated by `replace`.
+
+    `extra` is a pytree of arrays that reaches every replaced call.
+    """
+    inputs = [*jaxpr.constvars, *jaxpr.invars]
+    env = dict(zip(inputs, [*consts, *values], strict=True))
+    for eqn in jaxpr.eqns:
+        given = [_compat.value(v, env) for v in eqn.invars]
+        found = compressed_call(eqn)
+        if found is not None:
+            with _compat.traced_at(eqn):
+                out = replace(found, given[0], given[1:], extra)
+        elif has_calls(eqn):
+            with _compat.traced_at(eqn):
+                out = _evaluate_inside(eqn, given, replace, extra)
+        else:
+            out = _compat.bind(eqn, given)
+        env.update(zip(eqn.outvars, out, strict=True))
+    return [_compat.value(v, env) for v in jaxpr.outvars]
+
+
+def compressed_call(eqn: Any) -> Call | None:
+    """The compressed call that an equation is, as a function of its present inputs."""
+    body = _compat.custom_vjp_body(eqn)
+    if body is None:
+        return None
+    jaxpr, consts = _compat.open_jaxpr(body)
+    marks = [e for e in jaxpr.eqns if e.primitive is call_p]
+    if not marks or consts:
+        return None
+    call: Call = marks[0].params["call"]
+    plain = jaxpr.replace(
+        invars=jaxpr.invars[1:],
+        eqns=[e for e in jaxpr.eqns if e is not marks[0]],
+        debug_info=jaxpr.debug_info._replace(arg_names=None),
+    )
+    return dataclasses.replace(call, flat=dataclasses.replace(call.flat, jaxpr=plain))
+
+
+def has_calls(eqn: Any) -> bool:
+    """Whether there are compressed calls inside that can be replaced."""
+    return any(
+        compressed_call(e) is not None or has_calls(e)
+        for body in _bodies(eqn)
+        for e in _compat.open_jaxpr(body)[0].eqns
+    )
+
+
+def _bodies(eqn: Any) -> Sequence[Any]:
+    name = eqn.primitive.name
+    if name == "shard_map" and eqn.params["check_vma"]:
+        return ()  # what goes in would have to be cast to each call's manual axes
+    if name in ("scan", "jit", "pjit", "closed_call", "shard_map", *_CHECKPOINTS):
+        return [eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))]
+    return eqn.params["branches"] if name == "cond" else ()
+
+
+def _evaluate_inside(
+    eqn: Any, values: Sequence[Any], replace: Replace, extra: Any
+) -> list[Any]:
+    def function(body: Any) -> Callable[..., list[Any]]:
+        jaxpr, consts = _compat.open_jaxpr(body)
+        return lambda extra, *xs: evaluate(jaxpr, consts, xs, replace, extra)
+
+    name, params = eqn.primitive.name, eqn.params
+    bodies = [function(body) for body in _bodies(eqn)]
+    if name == "scan":
+        return _scan(eqn, bodies[0], values, extra)
+    if name == "cond":
+        index, *operands = values
+        return list(lax.switch(index, bodies, extra, *operands))
+    if name in _CHECKPOINTS:
+        again = jax.checkpoint(
+            bodies[0], policy=params["policy"], prevent_cse=params["prevent_cse"]
+        )
+        return list(again(extra, *values))
+    if name == "shard_map":
+        mapped = jax.shard_map(
+            bodies[0],
+            mesh=params["mesh"],
+            in_specs=(PartitionSpec(), *params["in_specs"]),
+            out_specs=list(params["out_specs"]),
+            axis_names=set(params["newly_manual_axes"]),
+            check_vma=False,
+        )
+        return list(mapped(extra, *values))
+    return bodies[0](extra, *values)
+
+
+def _scan(
+    eqn: Any, body: Callable[..., list[Any]], values: Sequence[Any], extra: Any
+) -> list[Any]:
+    num_consts, num_carry = _compat.scan_counts(eqn)
+    start, consts = num_consts + num_carry, values[:num_consts]
+
+    def step(carry: tuple[Any, ...], xs: tuple[Any, ...]) -> tuple[Any, Any]:
+        out = body(extra, *consts, *carry, *xs)
+        return tuple(out[:num_carry]), tuple(out[num_carry:])
+
+    carry, ys = lax.scan(
+        step,
+        tuple(values[num_consts:start]),
+        tuple(values[start:]),
+        length=eqn.params["length"],
+        reverse=eqn.params["reverse"],
+        unroll=eqn.params["unroll"],
+    )
+    return [*carry, *ys]

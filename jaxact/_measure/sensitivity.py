@@ -1,0 +1,161 @@
+"""How much the rounding of each residual adds to the whole gradient, by trying."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxact._adapters import pure_call
+from jaxact._bits.cost import Sensitivity
+from jaxact._call import is_array
+from jaxact._compress import compress
+from jaxact._engine import is_inexact
+from jaxact._measure.census import census
+from jaxact._measure.instrument import Instrument, evaluate_instrumented
+from jaxact._policy import Decision, Policy
+from jaxact._report import trace_pure
+
+
+@dataclasses.dataclass(frozen=True)
+class Switch(Instrument):
+    """Rounds the residuals whose setting is not 0; the others stay exact.
+
+    A setting is a float32 scalar. Its cotangent is 0.
+    """
+
+    def encode(
+        self, decision: Decision, x: jax.Array, seed: jax.Array, setting: jax.Array
+    ) -> Any:
+        action = decision.action
+        rounded = action.decode(action.encode(x, seed), x.shape, x.dtype)
+        return jnp.where(setting != 0, rounded, x)
+
+    def decode(
+        self, decision: Decision, stored: Any, shape: tuple[int, ...], dtype: Any
+    ) -> jax.Array:
+        return stored
+
+    def backward(
+        self,
+        run: Callable[..., list[Any]],
+        decoded: list[Any],
+        stored: list[Any],
+        cotangents: list[Any],
+    ) -> tuple[list[Any], list[jax.Array]]:
+        zero = jnp.zeros((), jnp.float32)
+        return run(decoded, cotangents), [zero for _ in decoded]
+
+
+def sensitivity(
+    loss_fn: Callable[..., Any],
+    *args: Any,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    policy: Policy | None = None,
+    draws: int = 2,
+    key: jax.Array | None = None,
+    **kwargs: Any,
+) -> Sensitivity:
+    """Measure what the rounding of each residual adds to the gradient of a loss.
+
+    For each residual of the compressed calls in `loss_fn`, all others are kept exact
+    and the gradient g^ is computed `draws` times, each with other rounding noise:
+
+        variance(b) = mean ||g^ - g||^2    at the bits b that its policy gives it
+
+    (GACT, Liu et al. 2022, arXiv:2206.11357, section 4, which takes 3 gradients at 1
+    and 8 bits with the others rounded too). This is one forward and one backward pass
+    for each residual and draw, in one compiled program that holds two gradients. Any
+    architecture, and how noise goes on through earlier layers is in it, and bias too.
+
+    Nothing is changed: what `loss_fn` returns beside the loss is dropped, and NNX
+    modules among the arguments stay as they are. A small batch will do (GACT: 8).
+
+    Args:
+      loss_fn, *args, **kwargs: the loss and its arguments.
+      argnums: arguments to differentiate, as for `jax.grad`.
+      has_aux: whether `loss_fn` returns (loss, anything).
+      policy: compress `loss_fn` itself with this.
+      draws: with 2, a residual's variance is known to about 1 / sqrt(2 n), n being how
+        many independent errors its gradient sums over: usually far below 10 %.
+      key: JAX PRNG key of the rounding; draws with the same key are the same.
+
+    Returns:
+      A `Sensitivity`; residuals that share a key (calls of the same path) share a row.
+
+    Raises:
+      TypeError: the loss is not a real scalar.
+      ValueError: nothing in `loss_fn` is stored rounded.
+    """
+    if policy is not None:
+        loss_fn = compress(loss_fn, policy=policy)
+    chosen = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    call = pure_call(loss_fn, args, kwargs)
+    flat, values, rebuild = trace_pure(call)
+    active = [
+        owner in chosen and is_inexact(v)
+        for owner, v in zip(flat.owners, values, strict=True)
+    ]
+    found = census(flat, values, active)
+    if not found:
+        raise ValueError(
+            "jaxact.sensitivity: nothing in the loss is stored rounded. Compress its "
+            "layers with jaxact.compress, or give a policy to compress all of it with; "
+            "see jaxact.residuals."
+        )
+    keys = [r.key for r in found]
+
+    def loss(some: Sequence[Any], rest: Sequence[Any], probe: Any, seed: Any) -> Any:
+        given, others = iter(some), iter(rest)
+        full = [next(given) if a else next(others) for a in active]
+        out = rebuild(evaluate_instrumented(Switch(), flat, full, probe, seed))
+        return _scalar(call.result(out), has_aux)
+
+    @jax.jit
+    def measure(some: Any, rest: Any, seeds: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def gradient(switches: jax.Array, seed: Any) -> Any:
+            probe = dict(zip(keys, switches, strict=True))
+            return jax.grad(loss)(some, rest, probe, seed)
+
+        exact = gradient(jnp.zeros(len(keys)), np.uint32(0))
+
+        def error(number: jax.Array) -> jax.Array:
+            one, draw = number // draws, number % draws
+            switches = (jnp.arange(len(keys)) == one).astype(jnp.float32)
+            return _distance(gradient(switches, seeds[draw]), exact)
+
+        errors = lax.map(error, jnp.arange(len(keys) * draws))
+        zeros = jax.tree.map(jnp.zeros_like, exact)
+        return _distance(exact, zeros), errors.reshape(len(keys), draws).mean(1)
+
+    key = jax.random.key(0) if key is None else key
+    seeds = jax.random.bits(key, (draws,), jnp.uint32)
+    some = [v for v, a in zip(values, active, strict=True) if a]
+    rest = [v for v, a in zip(values, active, strict=True) if not a]
+    signal, errors = measure(some, rest, seeds)
+    rows = [r.cost(float(e), float(signal)) for r, e in zip(found, errors, strict=True)]
+    return Sensitivity(tuple(rows), float(signal))
+
+
+def _distance(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> jax.Array:
+    """Squared norm of the difference, over all arrays."""
+    total = jnp.zeros((), jnp.float32)
+    for x, y in zip(a, b, strict=True):
+        total += jnp.sum(jnp.square(jnp.abs(x.astype(jnp.float32) - y)))
+    return total
+
+
+def _scalar(loss: Any, has_aux: bool) -> Any:
+    loss = loss[0] if has_aux else loss
+    is_real = is_array(loss) and jnp.issubdtype(loss.dtype, jnp.floating)
+    if not is_real or loss.shape != ():
+        what = jax.typeof(loss) if is_array(loss) else type(loss).__name__
+        raise TypeError(
+            f"jaxact.sensitivity: a loss that is a real scalar is required, not {what}."
+            " For a function that returns (loss, anything) say has_aux=True."
+        )
+    return loss
