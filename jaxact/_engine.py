@@ -179,6 +179,9 @@ def forward_pass(
     packed = [stored[v] for v in plan.packed]
     if packed:
         out, packed = lax.optimization_barrier((out, packed))
+    # Behind the barrier: XLA's host offloading does not look through one.
+    actions = [plan.decisions[v].action for v in plan.packed]
+    packed = [a.keep(x) for a, x in zip(actions, packed, strict=True)]
     # Named behind the barrier: a checkpoint that saves them need not redo the call.
     exact, packed = jax.tree.map(
         lambda a: checkpoint_name(a, PACKED_NAME), (exact, packed)
@@ -210,6 +213,8 @@ def behind_barrier(
     That is (what was decoded for each of `plan.packed`, cotangents) -> gradients.
     """
     env = dict(zip([*plan.exact, *plan.kept], kept, strict=True))
+    actions = [plan.decisions[v].action for v in plan.packed]
+    packed = [a.fetch(x) for a, x in zip(actions, packed, strict=True)]
     # What is recomputed starts behind the barrier, or XLA would keep it from forward.
     read_again = {v for step in plan.replay for v in step.inputs}
     sources = {v: x for v, x in env.items() if v in read_again}

@@ -27,3 +27,11 @@ class Action(abc.ABC):
     @abc.abstractmethod
     def decode(self, stored: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
         """An array of the given shape and dtype."""
+
+    def keep(self, stored: Any) -> Any:
+        """What `encode` gave, moved to where it waits for the backward pass."""
+        return stored
+
+    def fetch(self, kept: Any) -> Any:
+        """What `keep` moved, for `decode`."""
+        return kept

@@ -28,9 +28,13 @@ class Offload(Action):
         return self.codec.declines(shape, dtype)
 
     def encode(self, x: jax.Array, seed: jax.Array, is_fused: bool = False) -> Any:
-        stored = self.codec.encode(x, seed, is_fused)
-        return jax.device_put(stored, jax.memory.Space.Host)
+        return self.codec.encode(x, seed, is_fused)
 
     def decode(self, stored: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-        here = jax.device_put(stored, jax.memory.Space.Device)
-        return self.codec.decode(here, shape, dtype)
+        return self.codec.decode(stored, shape, dtype)
+
+    def keep(self, stored: Any) -> Any:
+        return jax.device_put(stored, jax.memory.Space.Host)
+
+    def fetch(self, kept: Any) -> Any:
+        return jax.device_put(kept, jax.memory.Space.Device)

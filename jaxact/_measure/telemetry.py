@@ -85,7 +85,7 @@ def _pooled(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
-class Noise:
+class NoiseReport:
     """What rounding adds to the gradients, for each residual: a step's, or its sum.
 
     A pytree whose arrays are the probe that `telemetry` functions take (zeros) and the
@@ -106,7 +106,7 @@ class Noise:
         return [(jax.tree_util.GetAttrKey("values"), self.values)], self.residuals
 
     @classmethod
-    def tree_unflatten(cls, residuals: Any, children: Any) -> "Noise":
+    def tree_unflatten(cls, residuals: Any, children: Any) -> "NoiseReport":
         return cls(children[0], residuals)
 
     @property
@@ -133,7 +133,7 @@ class Noise:
         rows = tuple(r.cost(relative[r.key], 1.0) for r in known)
         return Sensitivity(rows, float(len(rows)), unknown)
 
-    def follow(self, then: "Noise", measured: Sensitivity) -> Sensitivity:
+    def follow(self, then: "NoiseReport", measured: Sensitivity) -> Sensitivity:
         """What `jaxact.sensitivity` would measure now, from what it did measure then.
 
         How noise goes on from a layer to earlier ones is taken to have stayed as it
@@ -163,13 +163,13 @@ class Telemetry:
 
     fn: Callable[..., Any]
 
-    def probe(self, *args: Any, **kwargs: Any) -> Noise:
+    def probe(self, *args: Any, **kwargs: Any) -> NoiseReport:
         """Zeros for a call with these arguments (or `jax.ShapeDtypeStruct`s)."""
         flat, values, _ = trace_pure(pure_call(self.fn, args, kwargs))
         found = census(flat, values, [is_inexact(v) for v in values])
-        return Noise({r.key: jnp.zeros(2, jnp.float32) for r in found}, found)
+        return NoiseReport({r.key: jnp.zeros(2, jnp.float32) for r in found}, found)
 
-    def __call__(self, probe: Noise, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, probe: NoiseReport, *args: Any, **kwargs: Any) -> Any:
         """`fn(*args, **kwargs)`; its derivative by `probe` is the noise."""
         call = pure_call(self.fn, args, kwargs)
         flat, values, rebuild = trace_pure(call)
