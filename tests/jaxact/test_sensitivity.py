@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 import jaxact
-from jaxact import Exact, Policy, Quantize, Rule
+from jaxact import Exact, Offload, Policy, Quantize, Rule
 
 KEYS = jax.random.split(jax.random.key(0), 8)
 X = jax.random.normal(KEYS[0], (64, 128))
@@ -92,6 +92,18 @@ def test_an_error_bound_is_met_and_used(e2):
     chosen = jaxact.allocate(MEASURED, e2=e2, ladder=tuple(range(1, 9)))
     found, deviation = error_of(network(chosen.policy()), EXACT)
     assert 0.5 * e2 < found / MEASURED.signal < 1.1 * e2 + 3 * deviation / found * e2
+
+
+def test_bits_of_what_a_checkpoint_saves_in_host_memory():
+    base = Policy(bits=2, recompute=jax.checkpoint_policies.dots_saveable)
+    measured = jaxact.sensitivity(network(base), WS, X)
+    assert len(measured.rows) >= 3  # an output of a matmul for each layer
+    chosen = jaxact.allocate(measured, bits=3, ladder=(2, 4, 8))
+    here, away = (
+        jax.jit(jax.grad(network(chosen.policy(base, action))))(WS, X)
+        for action in (Quantize, lambda bits: Offload(Quantize(bits)))
+    )
+    assert squared(here, away) == 0
 
 
 def test_the_same_however_it_is_called():
