@@ -106,7 +106,8 @@ def test_linen_paths():
     variables = net.init(jax.random.key(0), X)
     table = jaxact.residuals(lambda v, x: net.apply(v, x).sum(), variables, X)
     actions = {row.key: row.action for row in table.rows}
-    assert actions.pop("Net/first/add#2") == Exact()  # the second's argument
+    sums = [key for key in actions if key.startswith("Net/first/add#")]
+    assert [actions.pop(key) for key in sums] == [Exact()]  # the second's argument
     in_first = {a for key, a in actions.items() if "first" in key}
     in_second = {a for key, a in actions.items() if "second" in key}
     assert (in_first, in_second) == ({Quantize(2)}, {Exact(), Quantize(2)})

@@ -10,6 +10,8 @@ from flax import nnx
 import jaxact
 from jaxact import Exact, Offload, Policy, Quantize, Rule
 
+pytestmark = pytest.mark.unoptimized
+
 KEYS = jax.random.split(jax.random.key(0), 8)
 X = jax.random.normal(KEYS[0], (64, 128))
 WS = tuple(jax.random.normal(k, (128, 128)) / 12 for k in KEYS[1:4])
