@@ -12,7 +12,7 @@ demo: .venv/demo
 	$(RUN) examples/quickstart.py $(if $(DATA),--data "$(DATA)")
 
 test: .venv/dev
-	$(RUN) -m pytest -n auto --maxprocesses=8 -m "not slow"
+	$(RUN) -m pytest -n auto --maxprocesses=8 --dist worksteal -m "not slow"
 
 lint: .venv/dev
 	$(RUN) -m ruff check

@@ -21,7 +21,7 @@ H, R = 4, 2  # query heads; how many of them share a key and a value
 HEAD_WIDTH = D // H
 CAUSAL = np.tril(np.ones((T, T), bool))[None, None]
 
-S, C, U = 16, 64, 96  # side of an image, channels in, channels out (and of nodes)
+S, C, U = 8, 64, 96  # side of an image, channels in, channels out (and of nodes)
 K, GROUPS = 32, 8  # channels in a bottleneck; groups of a group norm
 M = 4  # sequences that a recurrent cell reads
 
@@ -63,17 +63,18 @@ class Block:
         return math.prod(self.x_shape)
 
     def arguments(self, seed: int = 0, dtype: Any = jnp.float32) -> tuple[Any, Any]:
-        keys = jax.random.split(jax.random.key(seed), len(self.shapes) + 1)
+        rng = np.random.default_rng(seed)  # which, unlike JAX's, compiles nothing
+        x = jnp.asarray(rng.standard_normal(self.x_shape), dtype)
         params = {
-            name: initial(key, name, shape).astype(dtype)
-            for key, (name, shape) in zip(keys[1:], self.shapes.items(), strict=True)
+            name: jnp.asarray(initial(rng, name, shape), dtype)
+            for name, shape in self.shapes.items()
         }
-        return params, jax.random.normal(keys[0], self.x_shape).astype(dtype)
+        return params, x
 
 
-def initial(key, name, shape):
+def initial(rng, name, shape):
     """Gains near 1, other vectors near 0, matrices and kernels scaled by fan-in."""
-    noise = jax.random.normal(key, shape)
+    noise = rng.standard_normal(shape)
     if len(shape) == 1:
         return noise / 10 + float("gain" in name)
     return noise / math.prod(shape[:-1]) ** 0.5

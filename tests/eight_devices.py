@@ -14,6 +14,7 @@ def run_on_eight_devices(script):
     In a process of its own: the number of devices is fixed when the backend starts.
     """
     env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
+    env["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # LLVM's: XLA partitions as it does
     env["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     done = subprocess.run(
         [sys.executable, script], env=env, capture_output=True, text=True

@@ -16,6 +16,7 @@ import pytest
 
 import jaxact
 import jaxact_kernels
+from newest import newest
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 TOY = "--epochs 6 --batch 64 --channels 16 32 --blocks 1".split()
@@ -29,6 +30,7 @@ def run(script, *options):
     environment = os.environ | {
         "PYTHONPATH": path,
         "JAX_PLATFORMS": "cpu",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # compiling takes longer than running
         "COLUMNS": "120",
     }
     command = [sys.executable, str(EXAMPLES / script), *map(str, options)]
@@ -88,6 +90,7 @@ def scores(output):
     return {(r["config"], r["seed"]): r["score"] for r in found}
 
 
+@newest
 @pytest.mark.parametrize("task", ["text", "images"])
 def test_training_scores_every_configuration_and_seed(task, tmp_path):
     output = tmp_path / "runs.jsonl"
@@ -153,3 +156,131 @@ def test_a_scanned_gpt_is_the_unrolled_one(recompute_attention):
     close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-7)
     jax.tree.map(close, (value, found), (other, parts | {"layers": stack}))
     assert abs(float(value) - np.log(11)) < 0.1
+
+
+def dense_graph(rng, nodes=7):
+    """Edges of a random graph and its adjacency matrix [receiver, sender]."""
+    adjacency = rng.random((nodes, nodes)) < 0.4
+    adjacency |= adjacency.T | np.eye(nodes, dtype=bool)
+    receivers, senders = adjacency.nonzero()
+    return senders.astype(np.int32), receivers.astype(np.int32), adjacency
+
+
+def test_graph_layers_are_those_of_their_papers():
+    """Against dense adjacency in float64; 2e-5 is 100 times float32's rounding."""
+    from examples.models.gnn import GAT, GCN
+
+    rng = np.random.default_rng(0)
+    senders, receivers, adjacency = dense_graph(rng)
+    degree = adjacency.sum(1)
+    weights = adjacency / np.sqrt(np.outer(degree, degree))
+    edges = senders, receivers, weights[receivers, senders].astype(np.float32)
+    x = rng.normal(size=(7, 5)).astype(np.float32)
+    close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
+
+    gcn = GCN(5, 3, width=8)
+    p = gcn.init_layer(jax.random.key(0), 5) | {"bias": jnp.arange(8.0)}
+    w, bias = (np.asarray(p[k], np.float64) for k in ("weight", "bias"))
+    close(gcn.layer(p, x, edges), np.maximum(weights @ x @ w + bias, 0))
+
+    gat = GAT(5, 3, width=8, heads=2)
+    p = gat.init_layer(jax.random.key(1), 5) | {"bias": jnp.linspace(-1, 1, 8)}
+    p64 = {k: np.asarray(v, np.float64) for k, v in p.items()}
+    wanted = []
+    for head, h in enumerate(np.split(x @ p64["weight"], 2, 1)):
+        scores = (h @ p64["receiver"][head])[:, None] + h @ p64["sender"][head]
+        scores = np.where(scores > 0, scores, 0.2 * scores)
+        shares = np.where(adjacency, np.exp(scores), 0)
+        wanted.append(shares / shares.sum(1, keepdims=True) @ h)
+    wanted = np.concatenate(wanted, 1) + p64["bias"]
+    close(gat.layer(p, x, edges), np.where(wanted > 0, wanted, np.expm1(wanted)))
+
+
+def test_a_graph_of_a_file(tmp_path):
+    from examples import graphs
+
+    fields = {
+        "feature_rows": [0, 0, 1],
+        "feature_cols": [1, 3, 0],
+        "num_features": 4,
+        "labels": [0, 1, 1],
+        "senders": [0, 1],
+        "receivers": [1, 0],
+        "train_index": [0, 1],
+        "test_index": [2],
+    }
+    np.savez(tmp_path / "tiny.npz", **fields)
+    graph = graphs.load(tmp_path / "tiny.npz")
+    assert (graph.name, graph.num_classes) == ("tiny", 2)
+    wanted = [[0, 0.5, 0, 0.5], [1, 0, 0, 0], [0, 0, 0, 0]]
+    np.testing.assert_array_equal(graph.features, wanted)
+    senders, receivers, weights = graph.edges
+    assert sorted(zip(senders, receivers, weights, strict=True)) == [
+        *((0, 0, 0.5), (0, 1, 0.5), (1, 0, 0.5), (1, 1, 0.5), (2, 2, 1.0))
+    ]
+    np.savez(tmp_path / "half.npz", labels=[0])
+    with pytest.raises(ValueError, match="lacks feature_rows, feature_cols"):
+        graphs.load(tmp_path / "half.npz")
+
+
+def test_every_way_of_keeping_starts_from_the_same_network(monkeypatch):
+    for package in ("flax", "optax", "sklearn"):
+        pytest.importorskip(package)
+    monkeypatch.syspath_prepend(EXAMPLES / "benchmarks")
+    import tasks
+
+    task = tasks.ImageTask(None, small=True)
+    batch = next(task.batches(0))
+    found = []
+    with jax.numpy_dtype_promotion("standard"):  # as Flax asks
+        variables = task.variables(0)
+        for keep in ("all", "inputs", jaxact.Policy(bits=2)):
+            loss = jax.jit(task.loss(keep))
+            found.append(loss(*variables, batch, np.uint32(0)))
+    # XLA may fuse sums of 32 * 16 * 16 values differently: far below 1e-4 of them.
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4)
+    for other in found[1:]:
+        jax.tree.map(close, other, found[0])
+
+
+def test_a_range_per_tensor(monkeypatch):
+    pytest.importorskip("flax")
+    pytest.importorskip("optax")
+    monkeypatch.syspath_prepend(EXAMPLES / "benchmarks")
+    import ablation
+
+    x = jnp.linspace(-3, 5, 16 * 32 * 32).reshape(16, 32, 32)
+    action = ablation.PerTensor(2, ablation.LARGEST_GROUP)
+    stored = action.encode(x, np.uint32(0))
+    decoded = action.decode(stored, x.shape, x.dtype)
+    assert len(np.unique(decoded)) == 4  # the levels of one range
+    # One step is 8 / 3, and the range is rounded up by less than 1 % (bfloat16).
+    assert abs(decoded - x).max() <= 8 / 3 * 1.01
+
+
+SYSTEMS = "benchmarks/systems.py", "--small", "--tasks", "gcn", "--seeds"
+
+
+def test_systems_compares_and_goes_on_where_it_stopped(tmp_path):
+    pytest.importorskip("sklearn")
+    resume = "--resume", tmp_path / "runs.jsonl"
+    run(*SYSTEMS, 1, *resume, "--variants", "uncompressed")
+    variants = "--variants", "uncompressed", "jaxact, 2 bits"
+    text = run(*SYSTEMS, 2, *resume, *variants)
+    found = [json.loads(line) for line in resume[1].read_text().splitlines()]
+    places = [(r["variant"], r["seed"]) for r in found]
+    assert sorted(places) == [(v, s) for v in sorted(variants[1:]) for s in (0, 1)]
+    plain, packed = rows(text)
+    assert (plain[0], packed[0]) == variants[1:]
+    assert mib(packed[3]) * 4 < mib(plain[3])
+    assert float(packed[6]) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ("--ablation",)])
+def test_systems_at_a_toy_size(options):
+    pytest.importorskip("sklearn")
+    text = run("benchmarks/systems.py", "--small", "--seeds", 1, *options)
+    found = rows(text)
+    assert len(found) == (7 if options else 16)
+    assert all(row[0] and row[1] for row in found)

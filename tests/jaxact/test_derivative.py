@@ -20,6 +20,8 @@ from jaxact._form.derivative import (
     plan_elimination,
 )
 
+pytestmark = pytest.mark.unoptimized
+
 SHAPE = (8, 64)
 X, Y, Z, U, V = jax.random.normal(jax.random.key(0), (5, *SHAPE))
 POSITIVE = abs(X) + 0.5

@@ -38,6 +38,7 @@ from linen_modules import (
     same,
     step,
 )
+from newest import newest
 from wrapping import (
     AS_WRITTEN,
     BATCH,
@@ -50,6 +51,8 @@ from wrapping import (
     packed,
     plain,
 )
+
+pytestmark = pytest.mark.unoptimized
 
 
 @functools.cache
@@ -68,9 +71,11 @@ def jitted(variant):
     return lambda seed: run(variables, data(), jaxact=jax.random.key(seed))
 
 
+# Flax compiles the initializers of a scan, in two programs that fuse differently.
+@pytest.mark.unoptimized(False)
 @every_variant
 def test_init_gives_the_same_parameters_under_the_same_names(variant):
-    assert same(init(variant.make(packed)), reference(variant, "jitted")[0])
+    assert same(init(variant.make(packed)), init(variant.make(plain)))
 
 
 @every_mode
@@ -100,6 +105,7 @@ def test_exact_storage_keeps_every_bit_of_the_gradient(variant, mode):
     assert same(in_mode(mode, variant.make(exact))(variables, data()), wanted)
 
 
+@newest
 @every_variant
 def test_gradients_are_unbiased_over_keys(variant):
     # Student's t of the mean over keys, on random directions of the whole gradient.

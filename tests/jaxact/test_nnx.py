@@ -19,6 +19,7 @@ from scipy import stats
 
 import jaxact
 from jaxact import Policy
+from newest import newest
 from nnx_modules import (
     MODES,
     SEEDED,
@@ -46,6 +47,8 @@ from wrapping import (
     plain,
 )
 
+pytestmark = pytest.mark.unoptimized
+
 
 @pytest.fixture(params=MODES)
 def mode(request):
@@ -72,6 +75,7 @@ def test_loss_outputs_state_and_exact_gradients_keep_every_bit(variant):
     check_every_bit(variant, "graph")
 
 
+@newest
 @some_variants
 @pytest.mark.parametrize("mode", ["no-graph-updates", "tree"])
 def test_every_bit_is_kept_in_other_modes(variant, mode):
@@ -98,6 +102,7 @@ def test_an_eager_call_keeps_every_bit_and_updates_the_module(variant):
     assert same(split(got)[1:], split(wanted)[1:])
 
 
+@newest
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v.name in SEEDED], ids=str)
 def test_gradients_are_unbiased_over_keys(variant):
     # Student's t of the mean over keys, on random directions of the whole gradient.

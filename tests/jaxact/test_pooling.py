@@ -12,8 +12,11 @@ import jaxact
 from jaxact import Bitmask, Exact, Policy
 from programs import same_bits
 
-# A pool alone leaves nothing to compress, and says so.
-pytestmark = pytest.mark.filterwarnings("ignore::jaxact.CompressionWarning")
+pytestmark = [
+    pytest.mark.unoptimized,
+    # A pool alone leaves nothing to compress, and says so.
+    pytest.mark.filterwarnings("ignore::jaxact.CompressionWarning"),
+]
 
 # shape, window, strides, padding
 POOLS = {

@@ -19,6 +19,7 @@ import jaxact_kernels
 from assembler import tool
 from gpu_target import needs_target
 from jaxact_kernels.config import heuristic
+from newest import newest
 
 SCRIPTS = Path(__file__).parents[2] / "kernels" / "benchmarks"
 LARGE = "small stream"
@@ -47,6 +48,7 @@ def milliseconds(rows, implementation):
     )
 
 
+@newest
 def test_small_run_checks_times_and_writes(tmp_path):
     options = "--small", "--bits", "2", "--samples", "3"
     text, results = run("run.py", tmp_path / "new" / "cpu.json", *options)
@@ -70,6 +72,7 @@ def test_small_run_checks_times_and_writes(tmp_path):
     assert {row["implementation"] for row in rows if row["is_chosen"]} == {"reference"}
 
 
+@newest
 def test_the_reference_is_three_times_faster_than_a_first_attempt(tmp_path):
     options = "--small", "--bits", "2", "--samples", "5", "--shapes", LARGE
     for _ in range(2):  # once more, as other work on a machine can spoil one

@@ -12,6 +12,7 @@ root = Path(__file__).parents[2]
 sys.path[:0] = [str(root), str(root / "kernels"), str(root / "tests")]
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_disable_most_optimizations", True)  # LLVM's: half the time
 
 import jaxact  # noqa: E402
 from programs import PROGRAMS, relative_error, scalar  # noqa: E402

@@ -34,7 +34,10 @@ import pytest
 from jax import lax
 
 import jaxact
+from newest import newest
 from oracle import rounding_variance
+
+pytestmark = newest
 
 SHAPE, DRAWS, EPSILON = (64, 64), 65536, 1e-5
 

@@ -18,6 +18,8 @@ from programs import (
     scalar,
 )
 
+pytestmark = pytest.mark.unoptimized
+
 BY_NAME = {program.name: program for program in PROGRAMS}
 MLP = BY_NAME["gelu_mlp"]
 compress = functools.partial(jaxact.compress, policy=Policy(bits=8), activations="x")
@@ -34,7 +36,7 @@ def test_vmap_of_gradient_is_a_loop(name):
     program = BY_NAME[name]
     p, x = program.arguments()
     xs = jnp.stack([x, 2 * x, x - 1])
-    gradient = jax.grad(scalar(compress(program.f)))
+    gradient = jax.jit(jax.grad(scalar(compress(program.f))))
     mapped = jax.jit(jax.vmap(gradient, (None, 0)))(p, xs)
     loop = [gradient(p, x) for x in xs]
     looped = jax.tree.map(lambda *leaves: jnp.stack(leaves), *loop)
