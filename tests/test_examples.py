@@ -277,10 +277,12 @@ def test_systems_compares_and_goes_on_where_it_stopped(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [(), ("--ablation",)])
-def test_systems_at_a_toy_size(options):
+@pytest.mark.parametrize(
+    "options, lines", [(("--tasks", "gcn"), 8), (("--ablation",), 7)], ids=str
+)
+def test_systems_at_a_toy_size(options, lines):
     pytest.importorskip("sklearn")
     text = run("benchmarks/systems.py", "--small", "--seeds", 1, *options)
     found = rows(text)
-    assert len(found) == (7 if options else 16)
+    assert len(found) == lines
     assert all(row[0] and row[1] for row in found)

@@ -79,23 +79,16 @@ def test_scanned(target, packed_below):
 
 
 @needs_target
-@pytest.mark.parametrize(
-    "policy, below",
-    [
-        (jaxact.Policy(default=jaxact.Quantize(2)), 255 * MIB),
-        (jaxact.Policy(bits=2), 270 * MIB),  # exponentials at 3 bits
-    ],
-    ids=["2 bits each", "bits=2"],
-)
-def test_h100_of_a_policy_that_names_nothing(policy, below):
+def test_h100_of_a_policy_that_names_nothing():
+    policy = jaxact.Policy(bits=2)  # exponentials at 3 bits
     block = jaxact.compress(transformer.block, policy=policy, activations="x")
-    assert temp_bytes(block, FULL, scanned=False, target="h100") <= below
+    assert temp_bytes(block, FULL, scanned=False, target="h100") <= 270 * MIB
 
 
 @pytest.mark.parametrize(
     "size, scanned, target, widths",
     [
-        pytest.param(SMALL, True, None, range(1, 9), marks=pytest.mark.unoptimized),
+        pytest.param(SMALL, True, None, (1, 2, 4, 8), marks=pytest.mark.unoptimized),
         pytest.param(SMALL, True, "h100", (2, 8), marks=needs_target),
         # Unrolled, the residuals must outweigh the scratch space for bits to show.
         pytest.param(
