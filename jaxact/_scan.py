@@ -100,10 +100,19 @@ def _scan(
         tuple(range(len(body_consts) + len(values))),
     )
     scope = module_path(eqn.source_info.name_stack)
-    start, consts = num_consts + num_carry, [*body_consts, *values[:num_consts]]
+    inside = lambda *xs: compress(flat, seed, [*body_consts, *xs], scope)
+    return rebuild(eqn, inside, values)
+
+
+def rebuild(
+    eqn: Any, body: Callable[..., list[Any]], values: Sequence[Any]
+) -> list[Any]:
+    """A scan with another body, of (*constants, *carry, *xs) as the scan's own."""
+    num_consts, num_carry = _compat.scan_counts(eqn)
+    start, consts = num_consts + num_carry, values[:num_consts]
 
     def step(carry: tuple[Any, ...], xs: tuple[Any, ...]) -> tuple[Any, Any]:
-        out = compress(flat, seed, [*consts, *carry, *xs], scope)
+        out = body(*consts, *carry, *xs)
         return tuple(out[:num_carry]), tuple(out[num_carry:])
 
     carry, ys = lax.scan(

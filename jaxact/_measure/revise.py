@@ -7,6 +7,7 @@ fixed length and a shard_map that checks varying axes are left as they are.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from jax.sharding import PartitionSpec
 
 from jaxact import _compat
 from jaxact._mark import Call, call_p
+from jaxact._scan import rebuild
 
 # (call, seed, values, extra) -> outputs of the call
 Replace = Callable[[Call, Any, Sequence[Any], Any], list[Any]]
@@ -97,7 +99,7 @@ def _evaluate_inside(
     name, params = eqn.primitive.name, eqn.params
     bodies = [function(body) for body in _bodies(eqn)]
     if name == "scan":
-        return _scan(eqn, bodies[0], values, extra)
+        return rebuild(eqn, functools.partial(bodies[0], extra), values)
     if name == "cond":
         index, *operands = values
         return list(lax.switch(index, bodies, extra, *operands))
@@ -117,24 +119,3 @@ def _evaluate_inside(
         )
         return list(mapped(extra, *values))
     return bodies[0](extra, *values)
-
-
-def _scan(
-    eqn: Any, body: Callable[..., list[Any]], values: Sequence[Any], extra: Any
-) -> list[Any]:
-    num_consts, num_carry = _compat.scan_counts(eqn)
-    start, consts = num_consts + num_carry, values[:num_consts]
-
-    def step(carry: tuple[Any, ...], xs: tuple[Any, ...]) -> tuple[Any, Any]:
-        out = body(extra, *consts, *carry, *xs)
-        return tuple(out[:num_carry]), tuple(out[num_carry:])
-
-    carry, ys = lax.scan(
-        step,
-        tuple(values[num_consts:start]),
-        tuple(values[start:]),
-        length=eqn.params["length"],
-        reverse=eqn.params["reverse"],
-        unroll=eqn.params["unroll"],
-    )
-    return [*carry, *ys]
