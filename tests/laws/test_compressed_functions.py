@@ -10,7 +10,6 @@ from jax import checkpoint_policies as save
 
 import jaxact
 from jaxact import Exact, Offload, Policy, Quantize, Rule
-from newest import newest
 from programs import PROGRAMS, each_program, relative_error, same_bits, scalar
 
 POLICIES = {
@@ -115,7 +114,6 @@ def test_gradients_repeat_to_the_bit(program):
     assert not same_bits(step(*args), keyed(*args))
 
 
-@newest
 @pytest.mark.unoptimized
 @pytest.mark.parametrize("bits", [1, 2, 4])
 @pytest.mark.parametrize(
