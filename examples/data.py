@@ -14,6 +14,7 @@ CIFAR-10 in this form has images of [32, 32, 3] and ten classes. To make a file:
 `np.savez_compressed(path, train_images=..., train_labels=..., ...)`.
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,3 +134,14 @@ def batches(
     for start in range(0, len(order) - size + 1, size):
         chosen = order[start : start + size]
         yield images[chosen], labels[chosen]
+
+
+def training(
+    images: Images, size: int, seed: int, num_steps: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Batches of as many epochs as `num_steps` take, each in an order of its own."""
+    epochs = (
+        batches(images.train_images, images.train_labels, size, 1000 * seed + epoch)
+        for epoch in itertools.count()
+    )
+    return itertools.islice(itertools.chain.from_iterable(epochs), num_steps)

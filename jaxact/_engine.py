@@ -32,9 +32,9 @@ from jaxact._opaque import opaque
 from jaxact._policy import Decision, Policy
 from jaxact._program import Forward, Plan, is_float, trace_forward
 from jaxact._residual import join_paths
+from jaxact._save import PACKED_NAME, SaveEither, save_packed
 from jaxact._scan import Compress, contains_scan, push_into_scans
 from jaxact._surgery import prune
-from jaxact.policies import PACKED_NAME, SaveEither, save_packed
 
 # What XLA computes where it is read, and not in memory. A kernel would put it there:
 # with kernels for everything a step of ResNet-50 moves 40.9 GB and takes 834 MiB, with

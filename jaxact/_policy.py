@@ -15,6 +15,7 @@ from jaxact._codec import (
     Offload,
     PerSample,
     Quantize,
+    codec_of,
     is_stored_exactly,
 )
 from jaxact._residual import Residual
@@ -213,10 +214,10 @@ def bias_of(action: Action) -> str:
     """What an action leaves of a residual that enters the gradient as a factor."""
     if is_stored_exactly(action):
         return "exact"
-    inner = action.codec if isinstance(action, Offload) else action
-    if isinstance(inner, Quantize):
-        return "unbiased" if inner.stochastic else "biased"
-    return "unbiased" if isinstance(inner, DualPrecision | PerSample) else "biased"
+    codec = codec_of(action)
+    if isinstance(codec, Quantize):
+        return "unbiased" if codec.stochastic else "biased"
+    return "unbiased" if isinstance(codec, DualPrecision | PerSample) else "biased"
 
 
 def _matches_any(residual: Residual, pattern: str) -> bool:

@@ -79,6 +79,19 @@ class Forward:
         return list(self.jaxpr.outvars[self.num_outputs :])
 
 
+def active_of(values: Sequence[Any], is_active: Sequence[bool]) -> list[Any]:
+    """The values that are differentiated."""
+    return [v for v, a in zip(values, is_active, strict=True) if a]
+
+
+def with_active(
+    values: Sequence[Any], is_active: Sequence[bool], active: Sequence[Any]
+) -> list[Any]:
+    """`values`, with others in the active places."""
+    others = iter(active)
+    return [next(others) if a else v for v, a in zip(values, is_active, strict=True)]
+
+
 def trace_forward(
     run: Callable[..., list[Any]],
     seed: Any,
@@ -90,15 +103,9 @@ def trace_forward(
 
     def forward(seed: Any, *values: Any) -> list[Any]:
         def of_active(*xs: Any) -> list[Any]:
-            rest = iter(xs)
-            full = [
-                next(rest) if a else v for a, v in zip(is_active, values, strict=True)
-            ]
-            return run(seed, *full)
+            return run(seed, *with_active(values, is_active, xs))
 
-        out, vjp = jax.vjp(
-            of_active, *[v for a, v in zip(is_active, values, strict=True) if a]
-        )
+        out, vjp = jax.vjp(of_active, *active_of(values, is_active))
         leaves, found["tree"] = jax.tree.flatten(vjp)
         found["num_outputs"] = len(out)
         return [*out, *leaves]

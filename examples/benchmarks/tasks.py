@@ -7,7 +7,6 @@ tinyshakespeare.txt and cora.npz, else data that comes with a dependency.
 
 import abc
 import functools
-import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -184,12 +183,7 @@ class ImageTask(Task):
         return loss
 
     def batches(self, seed: int) -> Iterator[Any]:
-        images, labels = self.images.train_images, self.images.train_labels
-        epochs = (
-            data.batches(images, labels, self.batch_size, 1000 * seed + epoch)
-            for epoch in itertools.count()
-        )
-        return itertools.islice(itertools.chain.from_iterable(epochs), self.num_steps)
+        return data.training(self.images, self.batch_size, seed, self.num_steps)
 
     def score(self, state: State) -> float:
         images, labels = self.images.test_images, self.images.test_labels

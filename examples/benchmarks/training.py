@@ -17,7 +17,6 @@ sums up all of that file: long jobs can be split by task, configuration and seed
 import argparse
 import datetime
 import functools
-import itertools
 import json
 import platform
 import shlex
@@ -144,12 +143,7 @@ class ImageTask:
         return self.trainer.init(seed, self.images.train_images)
 
     def batches(self, seed: int) -> Iterator[Any]:
-        images, labels = self.images.train_images, self.images.train_labels
-        epochs = (
-            data.batches(images, labels, self.batch_size, 1000 * seed + epoch)
-            for epoch in itertools.count()
-        )
-        return itertools.islice(itertools.chain.from_iterable(epochs), self.num_steps)
+        return data.training(self.images, self.batch_size, seed, self.num_steps)
 
     def score(self, state: Any) -> float:
         images, labels = self.images.test_images, self.images.test_labels

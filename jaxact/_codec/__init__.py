@@ -10,7 +10,11 @@ from jaxact._codec.offload import Offload as Offload
 from jaxact._codec.per_sample import PerSample as PerSample
 
 
+def codec_of(action: Action) -> Action:
+    """What encodes: an action itself, wherever what it stores is kept."""
+    return action.codec if isinstance(action, Offload) else action
+
+
 def is_stored_exactly(action: Action) -> bool:
     """Whether what is decoded is what was encoded, to the last bit."""
-    inner = action.codec if isinstance(action, Offload) else action
-    return isinstance(inner, Exact | Bitmask)
+    return isinstance(codec_of(action), Exact | Bitmask)

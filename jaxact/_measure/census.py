@@ -9,9 +9,17 @@ import jax.numpy as jnp
 from jaxact import _compat
 from jaxact._bits.cost import Cost, levels_variance
 from jaxact._call import Flat
-from jaxact._codec import Action, Cast, DualPrecision, Offload, PerSample, Quantize
+from jaxact._codec import (
+    Action,
+    Cast,
+    DualPrecision,
+    PerSample,
+    Quantize,
+    codec_of,
+)
 from jaxact._engine import is_inexact
 from jaxact._mark import mark_p
+from jaxact._program import active_of, with_active
 
 
 class Rounded(NamedTuple):
@@ -44,13 +52,10 @@ def census(
 
     def derivative(values: Sequence[Any]) -> Any:
         def of_active(some: Sequence[Any]) -> list[Any]:
-            rest = iter(some)
-            full = [next(rest) if a else v for a, v in zip(active, values, strict=True)]
+            full = with_active(values, active, some)
             return [x for x in flat(*full) if is_inexact(x)]
 
-        out, vjp = jax.vjp(
-            of_active, [v for v, a in zip(values, active, strict=True) if a]
-        )
+        out, vjp = jax.vjp(of_active, active_of(values, active))
         return vjp([jnp.ones_like(x) for x in out])
 
     jaxpr, _ = _compat.open_jaxpr(jax.make_jaxpr(derivative)(list(values)))
@@ -80,7 +85,7 @@ def _marks(jaxpr: Any, copies: int) -> Iterator[tuple[Any, int]]:
 
 def _bits(action: Action) -> int | None:
     """Bits of an element; None for what does not round."""
-    inner = action.codec if isinstance(action, Offload) else action
-    if isinstance(inner, Quantize | DualPrecision | PerSample):
-        return round(inner.bits)
-    return 8 * inner.dtype.itemsize if isinstance(inner, Cast) else None
+    codec = codec_of(action)
+    if isinstance(codec, Quantize | DualPrecision | PerSample):
+        return round(codec.bits)
+    return 8 * codec.dtype.itemsize if isinstance(codec, Cast) else None

@@ -55,26 +55,34 @@ def evaluate(
 
 def compressed_call(eqn: Any) -> Call | None:
     """The compressed call that an equation is, as a function of its present inputs."""
-    body = _compat.custom_vjp_body(eqn)
-    if body is None:
+    mark = _mark_in(eqn)
+    if mark is None:
         return None
-    jaxpr, consts = _compat.open_jaxpr(body)
-    marks = [e for e in jaxpr.eqns if e.primitive is call_p]
-    if not marks or consts:
-        return None
-    call: Call = marks[0].params["call"]
+    jaxpr, _ = _compat.open_jaxpr(_compat.custom_vjp_body(eqn))
+    call: Call = mark.params["call"]
     plain = jaxpr.replace(
         invars=jaxpr.invars[1:],
-        eqns=[e for e in jaxpr.eqns if e is not marks[0]],
+        eqns=[e for e in jaxpr.eqns if e is not mark],
         debug_info=jaxpr.debug_info._replace(arg_names=None),
     )
     return dataclasses.replace(call, flat=dataclasses.replace(call.flat, jaxpr=plain))
 
 
+def _mark_in(eqn: Any) -> Any | None:
+    """The equation that marks a compressed call, if `eqn` is one."""
+    body = _compat.custom_vjp_body(eqn)
+    if body is None:
+        return None
+    jaxpr, consts = _compat.open_jaxpr(body)
+    if consts:
+        return None
+    return next((e for e in jaxpr.eqns if e.primitive is call_p), None)
+
+
 def has_calls(eqn: Any) -> bool:
     """Whether there are compressed calls inside that can be replaced."""
     return any(
-        compressed_call(e) is not None or has_calls(e)
+        _mark_in(e) is not None or has_calls(e)
         for body in _bodies(eqn)
         for e in _compat.open_jaxpr(body)[0].eqns
     )

@@ -17,6 +17,7 @@ from jaxact._engine import is_inexact
 from jaxact._measure.census import census
 from jaxact._measure.instrument import Instrument, evaluate_instrumented
 from jaxact._policy import Decision, Policy
+from jaxact._program import active_of, with_active
 from jaxact._report import trace_pure
 
 
@@ -109,17 +110,16 @@ def sensitivity(
         )
     keys = [r.key for r in found]
 
-    def loss(some: Sequence[Any], rest: Sequence[Any], probe: Any, seed: Any) -> Any:
-        given, others = iter(some), iter(rest)
-        full = [next(given) if a else next(others) for a in active]
+    def loss(some: Sequence[Any], values: Sequence[Any], probe: Any, seed: Any) -> Any:
+        full = with_active(values, active, some)
         out = rebuild(evaluate_instrumented(Switch(), flat, full, probe, seed))
         return _scalar(call.result(out), has_aux)
 
     @jax.jit
-    def measure(some: Any, rest: Any, seeds: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def measure(values: Any, seeds: jax.Array) -> tuple[jax.Array, jax.Array]:
         def gradient(switches: jax.Array, seed: Any) -> Any:
             probe = dict(zip(keys, switches, strict=True))
-            return jax.grad(loss)(some, rest, probe, seed)
+            return jax.grad(loss)(active_of(values, active), values, probe, seed)
 
         exact = gradient(jnp.zeros(len(keys)), np.uint32(0))
 
@@ -134,9 +134,7 @@ def sensitivity(
 
     key = jax.random.key(0) if key is None else key
     seeds = jax.random.bits(key, (draws,), jnp.uint32)
-    some = [v for v, a in zip(values, active, strict=True) if a]
-    rest = [v for v, a in zip(values, active, strict=True) if not a]
-    signal, errors = measure(some, rest, seeds)
+    signal, errors = measure(values, seeds)
     rows = [r.cost(float(e), float(signal)) for r, e in zip(found, errors, strict=True)]
     return Sensitivity(tuple(rows), float(signal))
 
