@@ -15,11 +15,14 @@ CIFAR-10 in this form has images of [32, 32, 3] and ten classes. To make a file:
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+
+Batch = tuple[np.ndarray, np.ndarray]
 
 FIELDS = ("train_images", "train_labels", "test_images", "test_labels", "class_names")
 
@@ -38,6 +41,19 @@ class Images:
     test_labels: np.ndarray
     class_names: tuple[str, ...]
 
+    def training_batches(self, size: int, seed: int, start: int) -> Iterator[Batch]:
+        """Endless batches, each epoch in its own order; `start` of them left out."""
+        epochs = (
+            batches(self.train_images, self.train_labels, size, 1000 * seed + epoch)
+            for epoch in itertools.count()
+        )
+        return itertools.islice(itertools.chain.from_iterable(epochs), start, None)
+
+    def test_batches(self, size: int) -> Iterator[Batch]:
+        """All test images in order, up to `size` at a time."""
+        for start in range(0, len(self.test_images), size):
+            yield self.test_images[start:][:size], self.test_labels[start:][:size]
+
 
 def load(path: Path | None = None) -> Images:
     """The images of the file at `path`, or the digits."""
@@ -53,6 +69,21 @@ def load(path: Path | None = None) -> Images:
         test_labels=fields["test_labels"].astype(np.int32),
         class_names=tuple(str(name) for name in fields["class_names"]),
     )
+
+
+def load_images(path: Path | None, pixels: int) -> Any:
+    """As `load`; of a folder, images of `pixels` squared: see examples/folders.py."""
+    if path is None or not path.is_dir():
+        return load(path)
+    from folders import ImageFolders
+
+    return ImageFolders(path, pixels)
+
+
+def accuracy(images: Any, classify: Callable[[np.ndarray], Any]) -> float:
+    """How many test images `classify` gives their label."""
+    right = [np.asarray(classify(x)) == y for x, y in images.test_batches(256)]
+    return float(np.concatenate(right).mean())
 
 
 @dataclass(frozen=True)
@@ -128,20 +159,9 @@ def windows(
 
 def batches(
     images: np.ndarray, labels: np.ndarray, size: int, seed: int
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+) -> Iterator[Batch]:
     """One epoch of full batches, in an order that `seed` fixes."""
     order = np.random.default_rng(seed).permutation(len(images))
     for start in range(0, len(order) - size + 1, size):
         chosen = order[start : start + size]
         yield images[chosen], labels[chosen]
-
-
-def training(
-    images: Images, size: int, seed: int, num_steps: int
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Batches of as many epochs as `num_steps` take, each in an order of its own."""
-    epochs = (
-        batches(images.train_images, images.train_labels, size, 1000 * seed + epoch)
-        for epoch in itertools.count()
-    )
-    return itertools.islice(itertools.chain.from_iterable(epochs), num_steps)

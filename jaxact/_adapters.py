@@ -5,6 +5,10 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+
+from jaxact._call import is_array
+
 _HOMES = {"flax.linen": "jaxact.flax.linen", "flax.nnx": "jaxact.flax.nnx"}
 
 
@@ -40,12 +44,33 @@ class PureCall:
 
     Attributes:
       modules: those of the call; empty if there are none, and `fn` the user's own.
+      places: their positions in the user's call; -1 for a keyword.
     """
 
     fn: Callable[..., Any]
     args: Sequence[Any]
     kwargs: dict[str, Any]
     modules: tuple[Any, ...] = ()
+    places: tuple[int, ...] = ()
+
+    @property
+    def num_positional(self) -> int:
+        """Positional arguments of the user's call."""
+        return len(self.args) - (2 if self.modules else 0)
+
+    @property
+    def owners(self) -> list[int]:
+        """For each array, the position in the user's call of what it belongs to.
+
+        Of a module these are its parameters. -1: other state, and keyword arguments.
+        """
+        owned = [*enumerate(self.args), (-1, self.kwargs)]
+        if self.modules:
+            params, rest, *args = self.args
+            # What modules share belongs to the first of them.
+            parts = [(p, params[i]) for i, p in enumerate(self.places) if i in params]
+            owned = [*parts, (-1, rest), *enumerate(args), (-1, self.kwargs)]
+        return [n for n, tree in owned for x in jax.tree.leaves(tree) if is_array(x)]
 
     def result(self, out: Any) -> Any:
         """The result of the user's function, from that of `fn`."""
@@ -67,7 +92,7 @@ def pure_call(
     if not modules:
         return PureCall(fn, args, kwargs)
     adapter: Any = for_target(modules[0])
-    return PureCall(*adapter.purify(fn, args, kwargs))
+    return adapter.purify(fn, args, kwargs)
 
 
 def _for_class(cls: type) -> Any | None:

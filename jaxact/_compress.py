@@ -3,7 +3,7 @@
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +17,43 @@ from jaxact._engine import Engine
 from jaxact._policy import Policy
 from jaxact._program import OF_PARAMETERS, REFERENCED, STORED_INSIDE, Plan
 from jaxact._residual import module_path
+from jaxact._typing import C, Compress, Compressed, M, P, R
 
 
 class CompressionWarning(UserWarning):
     """A policy did less than it says: a rule, or all of it, changed nothing."""
 
 
+@overload
+def compress(
+    target: None = None,
+    *,
+    policy: Policy | None = ...,
+    activations: str | int | Sequence[str | int] | None = ...,
+    static_argnums: int | Sequence[int] = ...,
+) -> Compress: ...
+@overload
+def compress(
+    target: type[C],
+    *,
+    policy: Policy | None = ...,
+    static_argnums: int | Sequence[int] = ...,
+) -> type[C]: ...
+@overload
+def compress(
+    target: M,
+    *,
+    policy: Policy | None = ...,
+    static_argnums: int | Sequence[int] = ...,
+) -> M: ...
+@overload
+def compress(
+    target: Callable[P, R],
+    *,
+    policy: Policy | None = ...,
+    activations: str | int | Sequence[str | int] | None = ...,
+    static_argnums: int | Sequence[int] = ...,
+) -> Compressed[P, R]: ...
 def compress(
     target: Any = None,
     *,

@@ -15,11 +15,12 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 
+from jaxact._tabular import Tabular
 from jaxact._targets import TARGETS
 
 
 @dataclass(frozen=True)
-class Memory:
+class Memory(Tabular):
     """Bytes one device needs to run a compiled function, by what they hold.
 
     `temp_bytes` is what lives only while it runs: residuals, gradients not yet
@@ -43,10 +44,19 @@ class Memory:
         total = self.argument_bytes + self.output_bytes + self.temp_bytes
         return total - self.alias_bytes
 
+    def summary(self) -> str:
+        """The peak, and of what device."""
+        return f"peak {self.peak_bytes / 2**20:.1f} MiB on {self.device}"
+
+    def _cells(self) -> list[list[str]]:
+        parts = ["temp", "argument", "output", "alias"]
+        sizes = (getattr(self, part + "_bytes") / 2**20 for part in parts)
+        return [parts, [f"{size:.1f} MiB" for size in sizes]]
+
     def __str__(self) -> str:
-        parts = ("temp", "argument", "output", "alias", "peak")
-        sizes = (f"{p} {getattr(self, p + '_bytes') / 2**20:.1f}" for p in parts)
-        return f"{', '.join(sizes)} MiB on {self.device}"
+        pairs = map(" ".join, zip(*self._cells(), strict=True))
+        sizes = (pair.removesuffix(" MiB") for pair in pairs)
+        return f"{', '.join(sizes)}, {self.summary()}"
 
 
 def memory(

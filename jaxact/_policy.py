@@ -65,8 +65,8 @@ class Rule:
       action: what to do with them.
       key: exactly one residual's, as `Residual.key` and the rows of tables have it.
       name: glob on the `checkpoint_name`, also of what is derived from the residual.
-      path: glob on the module path, or on any tail of it: 'mlp/*' matches
-        'Net/block0/mlp/up'.
+      path: glob on the module path, or on any tail of it: `mlp/*` matches
+        `Net/block0/mlp/up`.
       primitive: name of the primitive that computed the residual.
       dtype: of the residual.
       min_bytes: least size, in bytes, of the residual uncompressed.
@@ -121,7 +121,7 @@ class Policy:
     Attributes:
       bits: of the default codec, `Quantize(bits)`. Below 4, exponentials (softmax)
         get one more.
-      rules: `Rule`s, first match wins.
+      rules: each a `Rule`; the first that matches decides.
       recompute: a `jax.checkpoint` policy. What it saves is stored, through a codec;
         the rest is recomputed in the backward pass. None: jaxact's own choice of what
         to store, small and unbiased (`jaxact._form`); with default=Exact(), every

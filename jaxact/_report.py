@@ -1,7 +1,7 @@
 """What is stored and how many bytes it takes, without running anything."""
 
 import dataclasses
-import html
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,9 +14,11 @@ from jaxact._codec import Action, Exact
 from jaxact._compress import compress
 from jaxact._flow import flow, read, union
 from jaxact._mark import mark_p
+from jaxact._module_table import ModuleRow, ModuleTable, module_table
 from jaxact._policy import Decision, Policy, Rule
 from jaxact._program import Forward, trace_forward
 from jaxact._residual import Provenance
+from jaxact._tabular import Tabular
 
 _COLUMNS = "shape dtype primitive name path source action bias exact stored why".split()
 
@@ -62,7 +64,7 @@ class Row:
             self.primitive or "argument",
             self.name,
             self.path,
-            self.source,
+            self.source.replace("<locals>.", ""),  # too wide with them
             action,
             self.bias,
             _bytes(self.exact_bytes),
@@ -72,8 +74,10 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True)
-class ResidualTable:
+class ResidualTable(Tabular):
     """The residuals of a function: `print` it, or show it in a notebook.
+
+    That is a line for each; of a large model `by_path(depth=2)` is easier to read.
 
     Attributes:
       rows: one for each stored array that the function computes.
@@ -129,29 +133,43 @@ class ResidualTable:
             lines.append("nothing is compressed")
         return "\n".join(lines)
 
-    def __str__(self) -> str:
-        table = [tuple(_COLUMNS), *(row.cells() for row in self.rows)]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
-        return "\n".join([*lines, self.summary()])
+    def _cells(self) -> list[tuple[str, ...]]:
+        return [tuple(_COLUMNS), *(row.cells() for row in self.rows)]
 
-    def __rich__(self) -> Any:
-        from rich.console import Group
-        from rich.table import Table
+    def by_path(self, depth: int | None = None) -> ModuleTable:
+        """Bytes by module, to be read beside `nn.tabulate` and `nnx.tabulate`.
 
-        table = Table(*_COLUMNS)
-        for row in self.rows:
-            table.add_row(*row.cells())
-        return Group(table, self.summary())
+        Args:
+          depth: path components to tell apart; what lies deeper counts for the module
+            that contains it. None: all.
 
-    def _repr_html_(self) -> str:
-        def line(cells: tuple[str, ...], tag: str) -> str:
-            inside = "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells)
-            return f"<tr>{inside}</tr>"
+        Returns:
+          A `ModuleTable` with a row for each path and its share of the stored bytes.
 
-        body = "".join(line(row.cells(), "td") for row in self.rows)
-        foot = html.escape(self.summary()).replace("\n", "<br>")
-        return f"<table>{line(tuple(_COLUMNS), 'th')}{body}</table><p>{foot}</p>"
+        Raises:
+          ValueError: a depth below 1.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, jaxact
+          >>> @jaxact.compress(policy=jaxact.Policy(bits=2), activations='x')
+          ... def network(ws, x):
+          ...     for number, w in enumerate(ws):
+          ...         with jax.named_scope(f'layer{number}'):
+          ...             x = jnp.tanh(x @ w)
+          ...     return x
+          >>> ws, x = [jnp.ones((256, 256))] * 2, jnp.ones((64, 256))
+          >>> print(jaxact.residuals(network, ws, x).by_path())
+          path    residuals              exact  stored  ratio   share
+          x               1   16,384 (65.5 KB)  4.4 KB  15.1x  25.0 %
+          layer0          2  32,768 (131.1 KB)  8.7 KB  15.1x  50.0 %
+          layer1          1   16,384 (65.5 KB)  4.4 KB  15.1x  25.0 %
+          Total residuals: 4, 65,536 (262.1 KB), stored as 17.4 KB, 15.1x smaller
+        """
+        rows = (
+            ModuleRow(r.path, 1, math.prod(r.shape), r.exact_bytes, r.stored_bytes)
+            for r in self.rows
+        )
+        return module_table(rows, depth)
 
     def plot(self) -> Any:
         """Bars of exact and stored bytes per residual, as a matplotlib axis."""
@@ -172,21 +190,30 @@ class ResidualTable:
 
 
 def residuals(
-    fn: Callable[..., Any], *args: Any, policy: Policy | None = None, **kwargs: Any
+    fn: Callable[..., Any],
+    *args: Any,
+    argnums: int | Sequence[int] | None = None,
+    policy: Policy | None = None,
+    **kwargs: Any,
 ) -> ResidualTable:
     """List what `fn` keeps for its backward pass, without running it.
 
     Args:
-      fn: any function, with compressed calls inside or not. All float arguments count
-        as differentiated.
-      *args, **kwargs: of the call: arrays or `jax.ShapeDtypeStruct`s, NNX modules, and
-        anything else `fn` takes.
+      fn: any function, with compressed calls inside or not.
+      *args: of the call: arrays or `jax.ShapeDtypeStruct`, NNX modules, and anything
+        else `fn` takes.
+      **kwargs: the same by keyword.
+      argnums: arguments to differentiate, as for `jax.grad`; of NNX modules these are
+        the parameters. None: all float arrays, also those closed over.
       policy: list what compressing `fn` with this policy would store.
 
     Returns:
       A `ResidualTable`. Residuals inside compressed calls appear with what their policy
       decided; all others are kept exactly by JAX and say so. Sizes are of arrays, not
       of compiled memory: see `jaxact.memory` for that.
+
+    Raises:
+      ValueError: argnums out of range.
 
     Example:
       >>> import jax.numpy as jnp, jaxact
@@ -197,8 +224,9 @@ def residuals(
     """
     if policy is not None:
         fn = compress(fn, policy=policy)
-    flat, values, _ = trace_pure(_adapters.pure_call(fn, args, kwargs))
-    active = [jnp.issubdtype(v.dtype, jnp.inexact) for v in values]
+    call = _adapters.pure_call(fn, args, kwargs)
+    flat, values, _ = trace_pure(call)
+    active = differentiated(call, values, argnums)
     run = lambda _, *values: flat(*values)
     return _tabulate(trace_forward(run, np.uint32(0), values, active), flat.paths)
 
@@ -209,6 +237,33 @@ def trace_pure(
     """The call as `trace` gives it, no argument of which is known to be a parameter."""
     described = arguments(call.fn, call.args, call.kwargs, None, ())
     return trace(call.fn, call.args, call.kwargs, described)
+
+
+def differentiated(
+    call: _adapters.PureCall,
+    values: Sequence[Any],
+    argnums: int | Sequence[int] | None,
+) -> list[bool]:
+    """Which of the values that `trace_pure` gives `argnums` asks to differentiate.
+
+    Raises:
+      ValueError: argnums out of range.
+    """
+    is_float = [jnp.issubdtype(v.dtype, jnp.inexact) for v in values]
+    if argnums is None:
+        return is_float
+    chosen = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    num_args = call.num_positional
+    if not {*chosen} <= {*range(-num_args, num_args)}:
+        raise ValueError(
+            f"argnums={argnums!r}: positions of arguments are required, and the call "
+            f"has {num_args} positional ones, numbered from 0. What is given by "
+            "keyword is not differentiated, as by jax.grad."
+        )
+    places = {n % num_args for n in chosen}
+    closed_over = [-1] * (len(values) - len(call.owners))
+    owners = [*closed_over, *call.owners]
+    return [f and n in places for f, n in zip(is_float, owners, strict=True)]
 
 
 @dataclasses.dataclass

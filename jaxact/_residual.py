@@ -55,7 +55,7 @@ class Residual:
 
     @property
     def key(self) -> str:
-        """Identity, whatever the policy: 'Net/block0/mlp_up', 'Net/dot_general#1'.
+        """Identity, whatever the policy; 'Net/block0/mlp_up' or 'Net/dot_general#1'.
 
         The path and the `checkpoint_name`, or the primitive and which one of the path
         it is. Calls of the same path, such as the steps of a scan, share their keys.

@@ -136,7 +136,7 @@ def division(bits: int = 2, block: int = 8) -> Policy:
 
     Of each residual the means over blocks, in bfloat16, and what they leave at `bits`.
     It pays for smooth maps: on 56 x 56 maps of normal values with amplitudes 1 / f^a of
-    the frequency f, squared errors relative to the values are, at 2 bits,
+    the frequency f, squared errors relative to the values are, at 2 bits::
 
         a                             0     1      1.5    2
         Quantize(2), 2.1 bits         0.60  0.56   0.48   0.42
@@ -169,7 +169,7 @@ def acgc(e2: float = 0.1, *, measured: Sensitivity | None = None) -> Policy:
     variance of all residuals together is at most e2 of the squared gradient. Without,
     the same bits everywhere: those with which normal values in groups of 256, range R,
     get a variance R^2 / (6 (2^b - 1)^2) of at most e2 of their own. That is what a
-    weight gradient gets from inputs that average out over positions; others get more.
+    weight gradient gets from inputs that average out over positions; others get more::
 
         e2     1   0.3   0.1   0.03   0.01   0.001   0.0001
         bits   2     3     4      4      5       7        8

@@ -13,22 +13,17 @@ FILE has are not repeated. `--save` writes results/systems.json and results/syst
 """
 
 import argparse
-import datetime
 import importlib.util
 import json
-import platform
-import shlex
 import statistics
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import flax
 import jax
-import numpy
 from ablation import ablation
+from environment import environment
 from rich.console import Console
 from rich.table import Table
 from runs import Effort, run
@@ -51,19 +46,6 @@ included; stored: all residuals; temp: of the compiled step; step: time, uncompr
 is 1; rounding: the gradient variance it adds, the variance between batches is 1"""
 
 Record = dict[str, Any]
-
-
-def environment() -> Record:
-    """Where and how numbers were measured."""
-    return {
-        "device": f"{jax.devices()[0].device_kind} ({platform.machine()})",
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "flax": flax.__version__,
-        "numpy": numpy.__version__,
-        "command": shlex.join(sys.argv),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    }
 
 
 def effort_of(options: argparse.Namespace) -> Effort:

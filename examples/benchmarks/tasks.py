@@ -7,6 +7,7 @@ tinyshakespeare.txt and cora.npz, else data that comes with a dependency.
 
 import abc
 import functools
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -109,13 +110,11 @@ class Task(abc.ABC):
         """What the loss keeps when only the parameters are differentiated: rows."""
         loss, state = self.loss(keep), self.init(0)
 
-        def of_params(params: Any, *data: Any) -> Any:
-            return loss(params, *jax.lax.stop_gradient(data), np.uint32(0))[0]
+        def value(*args: Any) -> Any:
+            return loss(*args, np.uint32(0))[0]
 
-        batch = next(self.batches(0))
-        table = jaxact.residuals(of_params, state.params, state.statistics, batch)
-        # Data exists anyway; so do the parameters, which the table leaves out itself.
-        return [row for row in table.rows if row.primitive != "stop_gradient"]
+        arguments = state.params, state.statistics, next(self.batches(0))
+        return list(jaxact.residuals(value, *arguments, argnums=0).rows)
 
     def _update(self, state: State, found: Any) -> State:
         (_, statistics), grads = found
@@ -183,7 +182,8 @@ class ImageTask(Task):
         return loss
 
     def batches(self, seed: int) -> Iterator[Any]:
-        return data.training(self.images, self.batch_size, seed, self.num_steps)
+        batches = self.images.training_batches(self.batch_size, seed, start=0)
+        return itertools.islice(batches, self.num_steps)
 
     def score(self, state: State) -> float:
         images, labels = self.images.test_images, self.images.test_labels

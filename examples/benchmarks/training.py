@@ -15,11 +15,9 @@ sums up all of that file: long jobs can be split by task, configuration and seed
 """
 
 import argparse
-import datetime
 import functools
+import itertools
 import json
-import platform
-import shlex
 import statistics
 import sys
 import time
@@ -27,7 +25,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,6 +35,7 @@ import jaxact
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import data
 import quickstart
+from environment import environment
 from models.gpt import GPT
 from models.resnet import Block, ResNet
 
@@ -143,7 +141,8 @@ class ImageTask:
         return self.trainer.init(seed, self.images.train_images)
 
     def batches(self, seed: int) -> Iterator[Any]:
-        return data.training(self.images, self.batch_size, seed, self.num_steps)
+        batches = self.images.training_batches(self.batch_size, seed, start=0)
+        return itertools.islice(batches, self.num_steps)
 
     def score(self, state: Any) -> float:
         images, labels = self.images.test_images, self.images.test_labels
@@ -189,17 +188,6 @@ def run(task: TextTask | ImageTask, seed: int) -> dict[str, Any]:
         "steps": task.num_steps,
         "step_seconds": statistics.median(seconds),
         "seconds": time.perf_counter() - start,
-    }
-
-
-def environment() -> dict[str, str]:
-    """Where and how a number was measured."""
-    return {
-        "device": f"{jax.devices()[0].device_kind} ({platform.machine()})",
-        "jax": jax.__version__,
-        "flax": flax.__version__,
-        "command": shlex.join(sys.argv),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 
 

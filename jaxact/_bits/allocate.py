@@ -15,9 +15,10 @@ from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 
-from jaxact._bits.cost import Cost, Sensitivity, aligned, relative_text
+from jaxact._bits.cost import Cost, Sensitivity, relative_text
 from jaxact._codec import Action, Cast, Exact, Quantize
 from jaxact._policy import Policy, Rule
+from jaxact._tabular import Tabular
 
 LADDER = (1, 2, 3, 4, 6, 8, 16)
 # By how much a kept allocation may miss its budget or its bound: a measurement of a few
@@ -38,7 +39,7 @@ def action_of(bits: int) -> Action:
 
 
 @dataclasses.dataclass(frozen=True)
-class Allocation:
+class Allocation(Tabular):
     """How many bits each residual gets: `print` it, or make a `policy` of it.
 
     Attributes:
@@ -118,7 +119,14 @@ class Allocation:
                 lines.append(f"{key}: {before[key]} -> {after[key]} bits")
         return tuple(lines)
 
-    def __str__(self) -> str:
+    def summary(self) -> str:
+        """The average, and the error that is predicted."""
+        return (
+            f"{self.average_bits:.3g} bits on average; predicted to add "
+            f"{self.error:.3g} to a squared gradient of {self.measured.signal:.3g}"
+        )
+
+    def _cells(self) -> list[tuple[str, ...]]:
         chosen, signal = dict(self.bits), self.measured.signal
         table = [("key", "elements", "bits", "error", "relative")]
         for row in self.measured.rows:
@@ -126,11 +134,7 @@ class Allocation:
             error = row.error(bits)
             cells = row.key, f"{row.size:,}", str(bits), f"{error:.3g}"
             table.append((*cells, relative_text(error, signal)))
-        summary = (
-            f"{self.average_bits:.3g} bits on average; predicted to add "
-            f"{self.error:.3g} to a squared gradient of {signal:.3g}"
-        )
-        return f"{aligned(table)}\n{summary}"
+        return table
 
 
 def allocate(
@@ -201,7 +205,7 @@ def reallocate(
     (for `e2`). A measurement without any finite number, such as that of a step that
     overflowed, changes nothing. Changes are logged by the logger 'jaxact' (INFO).
 
-    In a training loop, every K steps:
+    In a training loop, every K steps::
 
         measured = measured.merge(new_measurement, 0.9)
         after = jaxact.reallocate(allocation, measured, bits=2)

@@ -8,8 +8,10 @@ arXiv:2206.11357). Residuals are rounded independently, so their variances add u
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
+
+from jaxact._tabular import Tabular
 
 # What S is for bfloat16, 16 bits: on normal values the mean squared rounding error is
 # 2.76e-6 of their variance (8 significant bits), and R^2 / 6 S(b) is 5.38 S(b) of it in
@@ -81,7 +83,7 @@ class Cost:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sensitivity:
+class Sensitivity(Tabular):
     """What storing each residual costs: `print` it.
 
     Attributes:
@@ -178,26 +180,18 @@ class Sensitivity:
             "unmeasured": list(self.unmeasured),
         }
 
-    def __str__(self) -> str:
-        """One line for each row: the error at its bits ('-': a formula, at one bit)."""
+    def summary(self) -> str:
+        """What was not measured."""
+        if not self.unmeasured:
+            return ""
+        return f"not measured: {', '.join(self.unmeasured)}"
+
+    def _cells(self) -> list[tuple[str, ...]]:
+        """Error and relative error are at a row's bits; '-', a formula: at one bit."""
         titles = ("key", "elements", "bits", "error", "relative")
-        lines = [aligned([titles, *(row.cells() for row in self.rows)])]
-        if self.unmeasured:
-            lines.append(f"not measured: {', '.join(self.unmeasured)}")
-        return "\n".join(lines)
+        return [titles, *(row.cells() for row in self.rows)]
 
 
 def relative_text(error: float, signal: float) -> str:
     """An error as a part of a signal, where there is one."""
     return f"{error / signal:.3g}" if signal > 0 else "-"
-
-
-def aligned(table: Sequence[Sequence[str]]) -> str:
-    """Columns padded to one width: the first to the left, numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return "\n".join(
-        "  ".join(
-            [row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]
-        ).rstrip()
-        for row in table
-    )

@@ -56,7 +56,7 @@ def acgc_worst_case(
       stochastic: the error is up to a step, not half a step.
 
     Returns:
-      1 to 16; 16 also where no integer code is fine enough: keep it exact then.
+      1 to 16; 16 also where no integer code is fine enough and it must stay exact.
     """
     bound = _allowed(e2, consumers, worst=True)
     largest_error = 1.0 if stochastic else 0.5

@@ -40,7 +40,7 @@ class DualPrecision(Action):
 
     The two precisions of DIVISION (Wang et al. 2023, "Division of Memory: Training deep
     neural networks with low- and high-frequency activations", ICML): a block's mean is
-    its low frequency. With k axes of whole blocks an element takes
+    its low frequency. With k axes of whole blocks an element takes ::
 
         bits + 16 / block**k + 32 / group bits,
 

@@ -60,7 +60,8 @@ def _slope(eqn: Any, inputs: Sequence[Any], i: int) -> Any:
     except TypeError:  # unhashable parameters
         program = None
     if program is not None:
-        return _evaluate(program, inputs)
+        with _compat.traced_at(eqn):
+            return _evaluate(program, inputs)
 
     def along(x: Any) -> Any:
         return _compat.bind(eqn, [*inputs[:i], x, *inputs[i + 1 :]])[0]

@@ -13,12 +13,11 @@ from jaxact._adapters import pure_call
 from jaxact._bits.cost import Sensitivity
 from jaxact._call import is_array
 from jaxact._compress import compress
-from jaxact._engine import is_inexact
 from jaxact._measure.census import census
 from jaxact._measure.instrument import Instrument, evaluate_instrumented
 from jaxact._policy import Decision, Policy
 from jaxact._program import active_of, with_active
-from jaxact._report import trace_pure
+from jaxact._report import differentiated, trace_pure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +63,7 @@ def sensitivity(
     """Measure what the rounding of each residual adds to the gradient of a loss.
 
     For each residual of the compressed calls in `loss_fn`, all others are kept exact
-    and the gradient g^ is computed `draws` times, each with other rounding noise:
+    and the gradient g^ is computed `draws` times, each with other rounding noise::
 
         variance(b) = mean ||g^ - g||^2    at the bits b that its policy gives it
 
@@ -77,8 +76,11 @@ def sensitivity(
     modules among the arguments stay as they are. A small batch will do (GACT: 8).
 
     Args:
-      loss_fn, *args, **kwargs: the loss and its arguments.
-      argnums: arguments to differentiate, as for `jax.grad`.
+      loss_fn: the loss.
+      *args: its arguments.
+      **kwargs: its keyword arguments.
+      argnums: arguments to differentiate, as for `jax.grad`; of NNX modules these are
+        the parameters.
       has_aux: whether `loss_fn` returns (loss, anything).
       policy: compress `loss_fn` itself with this.
       draws: with 2, a residual's variance is known to about 1 / sqrt(2 n), n being how
@@ -90,17 +92,13 @@ def sensitivity(
 
     Raises:
       TypeError: the loss is not a real scalar.
-      ValueError: nothing in `loss_fn` is stored rounded.
+      ValueError: nothing in `loss_fn` is stored rounded; argnums out of range.
     """
     if policy is not None:
         loss_fn = compress(loss_fn, policy=policy)
-    chosen = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     call = pure_call(loss_fn, args, kwargs)
     flat, values, rebuild = trace_pure(call)
-    active = [
-        owner in chosen and is_inexact(v)
-        for owner, v in zip(flat.owners, values, strict=True)
-    ]
+    active = differentiated(call, values, argnums)
     found = census(flat, values, active)
     if not found:
         raise ValueError(

@@ -164,7 +164,7 @@ class Telemetry:
     fn: Callable[..., Any]
 
     def probe(self, *args: Any, **kwargs: Any) -> NoiseReport:
-        """Zeros for a call with these arguments (or `jax.ShapeDtypeStruct`s)."""
+        """Zeros for a call with these arguments (or `jax.ShapeDtypeStruct`)."""
         flat, values, _ = trace_pure(pure_call(self.fn, args, kwargs))
         found = census(flat, values, [is_inexact(v) for v in values])
         return NoiseReport({r.key: jnp.zeros(2, jnp.float32) for r in found}, found)
@@ -188,7 +188,7 @@ def telemetry(fn: Callable[..., Any]) -> Telemetry:
 
     The noise of each residual is followed through the backward pass to the product with
     a cotangent, and to the next matmul, convolution or output: a weight's gradient, or
-    the gradient at the input of a norm or an activation. There
+    the gradient at the input of a norm or an activation. There ::
 
         added = E ||error||^2,    signal = ||gradient||^2,
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxact._adapters import PureCall
 from jaxact._call import Argument, Kind, arguments
 from jaxact._compress import call, seed_from
 from jaxact._policy import Policy
@@ -51,12 +52,13 @@ def compress_call(
         activations = (*range(len(args)), *kwargs)
         described = arguments(f, args, kwargs, activations, static_argnums)
         state = Argument("params", Kind.PARAMETER), Argument("state", Kind.PARAMETER)
-        pure, inputs, kwargs, modules = purify(f, args, kwargs)
-        seed = _seed(modules) if rounding_key is None else seed_from(rounding_key)
-        describe = [*state, *described]
-        with jax.named_scope(type(modules[0]).__name__):  # NNX opens no scopes itself
-            out = call(pure, inputs, kwargs, describe, policy, seed, name=f)
-        return write_back(modules, out)
+        pure = purify(f, args, kwargs)
+        first, *_ = pure.modules
+        seed = _seed(pure.modules) if rounding_key is None else seed_from(rounding_key)
+        given = pure.fn, pure.args, pure.kwargs, [*state, *described]
+        with jax.named_scope(type(first).__name__):  # NNX opens no scopes itself
+            out = call(*given, policy, seed, name=f)
+        return write_back(pure.modules, out)
 
     return compressed
 
@@ -70,13 +72,11 @@ def write_back(modules: tuple[Any, ...], out: Any) -> Any:
     return y
 
 
-def purify(
-    f: Callable[..., Any], args: Any, kwargs: dict[str, Any]
-) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
-    """`f` as a function of state and arrays, its arguments, and the modules they hold.
+def purify(f: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> PureCall:
+    """`f` as a function of state and arrays.
 
-    The function takes (parameters, other state, *args, **kwargs), with None for each
-    module, and returns f's result, then parameters and other state if f changed them.
+    It takes (parameters, other state, *args, **kwargs), with None for each module, and
+    returns f's result, then parameters and other state if f changed them.
     """
     places = [i for i, a in enumerate(args) if isinstance(a, nnx.Pytree)]
     names = [k for k, a in kwargs.items() if isinstance(a, nnx.Pytree)]
@@ -94,7 +94,8 @@ def purify(
 
     empty = (None,) * len(modules)
     others, kwargs = _replace(args, kwargs, places, names, empty)
-    return pure, (params, rest, *others), kwargs, modules
+    positions = (*places, *(-1 for _ in names))
+    return PureCall(pure, (params, rest, *others), kwargs, modules, positions)
 
 
 def _replace(

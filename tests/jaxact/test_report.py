@@ -39,6 +39,19 @@ def test_provenance():
     assert (tanh.action, tanh.why) == (Quantize(2), "policy bits")
 
 
+@pytest.mark.parametrize("f", [jnp.tanh, jnp.sin, jax.nn.sigmoid, jax.nn.gelu])
+def test_derivatives_are_where_their_function_is(f):
+    def scoped(w, x):
+        with jax.named_scope("Net/act"):
+            return f(x @ w) @ w
+
+    policy = Policy(bits=2)
+    rows = jaxact.residuals(scoped, jnp.ones((64, 64)), X, policy=policy).rows
+    computed = [row.path for row in rows if row.primitive]
+    assert len(computed) == 2
+    assert set(computed) <= {"Net/act", "Net/act/derivative"}
+
+
 def test_names_are_found_through_calls():
     save = jax.checkpoint_policies.save_only_these_names("hidden")
     policy = Policy(bits=2, recompute=save)
@@ -127,6 +140,63 @@ def test_nnx_paths():
     table = jaxact.residuals(lambda m, x: m(x).sum(), block, X)
     assert table == jaxact.residuals(lambda x, *, m: m(x).sum(), X, m=block)
     assert {row.path for row in table.rows if row.primitive} == {"Block/derivative"}
+
+
+W = jnp.ones((64, 16))
+
+
+def squares(w, x, step=None):
+    return ((x @ w) ** 2).sum()
+
+
+@pytest.mark.parametrize(
+    "argnums, active",
+    [(0, [0]), (1, [1]), (-2, [1]), ((0, -2), [0, 1]), (2, []), (None, [0, 1])],
+)
+def test_arguments_to_differentiate(argnums, active):
+    """The oracle: what jax.vjp of the function of those arguments alone keeps."""
+    args = (W, X, jnp.int32(7))
+
+    def of_active(*values):
+        full = list(args)
+        for place, value in zip(active, values, strict=True):
+            full[place] = value
+        return squares(*full)
+
+    table = jaxact.residuals(squares, *args, argnums=argnums)
+    assert table.stored_bytes == kept_bytes(of_active, *(args[i] for i in active))
+    # The gradient of a factor reads the other.
+    assert table.referenced_bytes == sum(args[1 - i].nbytes for i in active)
+
+
+def test_what_is_closed_over_is_differentiated_only_by_default():
+    of_x = lambda x: squares(W, x)
+    assert jaxact.residuals(of_x, X).referenced_bytes == W.nbytes + X.nbytes
+    assert jaxact.residuals(of_x, X, argnums=0).referenced_bytes == W.nbytes
+
+
+def test_keyword_arguments_are_differentiated_only_by_default():
+    of_x = lambda x, *, w: squares(w, x)
+    assert jaxact.residuals(of_x, X, w=W).referenced_bytes == W.nbytes + X.nbytes
+    assert jaxact.residuals(of_x, X, w=W, argnums=0).referenced_bytes == W.nbytes
+
+
+def test_arguments_beside_nnx_modules():
+    first, second = (nnx.Linear(64, 64, rngs=nnx.Rngs(i)) for i in range(2))
+    f = lambda x, a, b: b(a(x)).sum()
+    read = [
+        jaxact.residuals(f, X, first, second, argnums=n).referenced_bytes
+        for n in range(3)
+    ]
+    kernel = 64 * 64 * 4
+    # x is reached through both kernels; a's through b's, and with x; b's with a(x).
+    assert read == [2 * kernel, kernel + X.nbytes, 0]
+
+
+@pytest.mark.parametrize("argnums", [2, -3, (0, 2), "w"])
+def test_arguments_that_there_are_not(argnums):
+    with pytest.raises(ValueError, match="has 2 positional ones"):
+        jaxact.residuals(squares, W, X, argnums=argnums)
 
 
 def test_policy_argument_and_shapes_instead_of_arrays():

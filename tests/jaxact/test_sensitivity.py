@@ -183,7 +183,18 @@ def test_nnx_state_stays():
     assert all(jax.tree.leaves(jax.tree.map(same, before, nnx.state(model))))
 
 
+def test_the_argument_may_be_a_module_in_any_place():
+    exact = nnx.Linear(128, 8, rngs=nnx.Rngs(0))
+    loss = lambda x, m: jnp.square(m(x)).mean()
+    found = jaxact.sensitivity(loss, X, jaxact.compress(exact), argnums=-1)
+    gradient = nnx.grad(loss, argnums=1)(X, exact)
+    wanted = sum(jnp.square(g).sum() for g in jax.tree.leaves(gradient))
+    np.testing.assert_allclose(found.signal, wanted, rtol=1e-5)
+
+
 def test_what_is_wrong_is_said():
+    with pytest.raises(ValueError, match="has 1 positional ones"):
+        jaxact.sensitivity(lambda x: jnp.square(x).sum(), X, argnums=1)
     with pytest.raises(ValueError, match="nothing in the loss is stored rounded"):
         jaxact.sensitivity(lambda x: jnp.square(x).sum(), X)
     with pytest.raises(TypeError, match="has_aux=True"):

@@ -1,0 +1,49 @@
+"""What `compress` takes and returns, for type checkers: nothing here runs."""
+
+from collections.abc import Callable
+from typing import Any, ParamSpec, Protocol, Self, TypeVar, overload
+
+import jax
+
+C = TypeVar("C")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Instance(Protocol):
+    """An instance of an NNX module, told from a function by a method of its own."""
+
+    def sow(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+M = TypeVar("M", bound=Instance)
+
+
+class Compressed(Protocol[P, R]):
+    """A compressed function or method: the signature it had, and a `rounding_key`."""
+
+    __name__: str
+    __wrapped__: Callable[P, R]
+
+    @overload
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
+    @overload
+    def __call__(
+        self, *args: Any, rounding_key: jax.Array | None, **kwargs: Any
+    ) -> R: ...
+
+    @overload
+    def __get__(self, instance: None, owner: Any = None) -> Self: ...
+    @overload
+    def __get__(self, instance: Any, owner: Any = None) -> Callable[..., R]: ...
+
+
+class Compress(Protocol):
+    """`compress` with its options given."""
+
+    @overload
+    def __call__(self, target: type[C]) -> type[C]: ...
+    @overload
+    def __call__(self, target: M) -> M: ...
+    @overload
+    def __call__(self, target: Callable[P, R]) -> Compressed[P, R]: ...
