@@ -6,7 +6,7 @@ DATA ?=
 RUN := .venv/bin/python
 PIP := $(RUN) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test lint typecheck clean
+.PHONY: demo test lint typecheck docs clean
 
 demo: .venv/demo
 	$(RUN) examples/quickstart.py $(if $(DATA),--data "$(DATA)")
@@ -20,6 +20,10 @@ lint: .venv/dev
 
 typecheck: .venv/dev
 	$(RUN) -m pyright --pythonpath $(RUN)
+
+docs: .venv/dev
+	$(RUN) -m sphinx -W -q -b html examples/docs build/docs
+	@echo build/docs/index.html
 
 clean:
 	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis

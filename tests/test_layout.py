@@ -110,7 +110,7 @@ def test_public_names():
 def test_importing_jaxact_imports_no_framework():
     code = """
 import sys, jaxact
-print(*sorted({"flax", "optax", "rich", "matplotlib"} & set(sys.modules)))
+print(*sorted({"flax", "optax", "rich", "matplotlib", "treescope"} & set(sys.modules)))
 """
     path = ":".join(str(p.parent) for p in (CORE, KERNELS))
     ran = subprocess.run(

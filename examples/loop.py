@@ -1,0 +1,279 @@
+"""How the examples train: one step, a progress bar, checkpoints, a table of memory.
+
+An example says what it trains as a `Training` and calls `run`. Options of all examples:
+
+  --data PATH          what to learn; without it, data that comes with a dependency
+  --policy NAME        what becomes of residuals: default, none, or one of the others
+  --bits N             of a stored value, 1 to 8
+  --size small|full    for a CPU or for a GPU
+  --steps N            --batch N, --seed N
+  --checkpoint FOLDER  save there, and go on from what is there
+  --target h100        compiled memory of that GPU too, none attached (Linux only)
+  --dry-run            the table of memory alone, from shapes; nothing runs
+"""
+
+import argparse
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from flax import struct
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
+from rich.table import Table
+
+import jaxact
+from jaxact import policies
+
+# (params, statistics, batch) -> (loss, statistics)
+Loss = Callable[[Any, Any, Any], tuple[jax.Array, Any]]
+Measure = Callable[[], jaxact.Sensitivity]
+TARGETS = ("a100", "h100", "h200", "b200")
+
+
+class State(struct.PyTreeNode):
+    """What a step changes and a checkpoint holds."""
+
+    params: Any
+    statistics: Any  # running statistics of norms, where there are any
+    optimizer: Any
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is trained.
+
+    Attributes:
+      name: of the network and of its data.
+      num_steps: of the whole training.
+      init: makes parameters and running statistics (`()` where there are none).
+      loss: the loss function, given the policy of its residuals; `None`: keep all.
+      optimizer: of the parameters.
+      batches: the batches from a step on; the same ones whenever it is asked.
+      score: what the trained network is worth, as text, of (params, statistics).
+      part: as much of a batch as sensitivities are measured on.
+      shardings: where a state of these shapes lives; `None`: on one device.
+    """
+
+    name: str
+    num_steps: int
+    init: Callable[[], tuple[Any, Any]]
+    loss: Callable[[jaxact.Policy | None], Loss]
+    optimizer: optax.GradientTransformation
+    batches: Callable[[int], Iterator[Any]]
+    score: Callable[[Any, Any], str]
+    part: Callable[[Any], Any] = lambda batch: batch
+    shardings: Callable[[State], Any] = lambda state: None
+
+
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """The options above; an example adds its own."""
+    found = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    found.add_argument("--data", type=Path)
+    found.add_argument("--policy", choices=POLICIES, default="default")
+    found.add_argument("--bits", type=int, default=4, choices=range(1, 9))
+    found.add_argument("--size", choices=("small", "full"), default="small")
+    found.add_argument("--steps", type=int)
+    found.add_argument("--batch", type=int)
+    found.add_argument("--seed", type=int, default=0)
+    found.add_argument("--checkpoint", type=Path)
+    found.add_argument("--save-every", type=int, default=100)
+    found.add_argument("--target", choices=TARGETS)
+    found.add_argument("--dry-run", action="store_true")
+    return found
+
+
+# What `--policy` names, of the bits and of a way to measure sensitivities.
+POLICIES: dict[str, Callable[[int, Measure], jaxact.Policy | None]] = {
+    "default": lambda bits, _: jaxact.Policy(bits),
+    "none": lambda *_: None,
+    "dots_saveable": lambda bits, _: jaxact.Policy(
+        bits, recompute=jax.checkpoint_policies.dots_saveable
+    ),
+    "inputs": lambda bits, _: jaxact.Policy(
+        bits, recompute=jax.checkpoint_policies.nothing_saveable
+    ),
+    "actnn": lambda _, measure: policies.actnn(3, measured=measure()),
+    "gact": lambda bits, measure: policies.gact(bits, measured=measure()),
+    "division": lambda bits, _: policies.division(bits),
+    "acgc": lambda _, measure: policies.acgc(0.1, measured=measure()),
+}
+
+
+def run(training: Training, options: argparse.Namespace) -> State:
+    """Train, from the last checkpoint on; print the score and the memory."""
+    console = Console(quiet=jax.process_index() > 0)
+    console.print(f"{training.name}; policy {options.policy}, {options.bits} bits")
+    if options.dry_run:
+        state, table = dry_run(training, options)
+        console.print(table)
+        return state
+    state, first = fresh(training), next(training.batches(0))
+    # Before a checkpoint is read, so that who goes on from it measures the same.
+    policy = POLICIES[options.policy](
+        options.bits, lambda: sensitivity(training, state, first)
+    )
+    shardings = training.shardings(state)
+    step = training_step(training.loss(policy), training.optimizer, shardings)
+    with checkpoints(options.checkpoint, options.save_every) as manager:
+        state, start = restored(manager, state)
+        state, seconds = train(training, step, state, start, manager)
+    score = training.score(state.params, state.statistics)
+    console.print(score, markup=False, highlight=False)
+    if seconds:
+        console.print(f"{1000 * statistics.median(seconds):.0f} ms a step, median")
+    with console.status("compiling once more, for the table"):
+        table = memory_table(training, policy, state, first, options.target)
+    console.print(table)
+    return state
+
+
+def dry_run(training: Training, options: argparse.Namespace) -> tuple[State, Table]:
+    """The state's shapes and the memory of a step, of any size on any machine."""
+
+    def measure() -> jaxact.Sensitivity:
+        raise ValueError(
+            f"--policy {options.policy} measures a step, and --dry-run runs none: "
+            "another policy is required, or no --dry-run."
+        )
+
+    state = shapes(training)
+    policy = POLICIES[options.policy](options.bits, measure)
+    batch = next(training.batches(0))
+    return state, memory_table(training, policy, state, batch, options.target)
+
+
+def fresh(training: Training) -> State:
+    """The state before the first step."""
+    params, found = training.init()
+    state = State(params, found, training.optimizer.init(params))
+    return jax.device_put(state, training.shardings(state))
+
+
+def shapes(training: Training) -> State:
+    """The same as shapes alone."""
+    state = jax.eval_shape(lambda: fresh(training))
+    places = training.shardings(state)
+    if places is None:
+        return state
+    return jax.tree.map(lambda x, place: x.update(sharding=place), state, places)
+
+
+def training_step(
+    loss: Loss, optimizer: optax.GradientTransformation, shardings: Any = None
+) -> Any:
+    """A compiled (state, batch) -> (state, loss); it reuses the memory of its state."""
+
+    def step(state: State, batch: Any) -> tuple[State, jax.Array]:
+        gradient = jax.value_and_grad(loss, has_aux=True)
+        (value, found), grads = gradient(state.params, state.statistics, batch)
+        updates, optimizer_state = optimizer.update(
+            grads, state.optimizer, state.params
+        )
+        params = optax.apply_updates(state.params, updates)
+        return State(params, found, optimizer_state), value
+
+    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
+
+
+def train(
+    training: Training,
+    step: Callable[[State, Any], tuple[State, jax.Array]],
+    state: State,
+    start: int,
+    manager: ocp.CheckpointManager | None,
+) -> tuple[State, list[float]]:
+    """Run the steps from `start` on; seconds of all but the first, which compiles."""
+    seconds = []
+    columns = (*Progress.get_default_columns()[:3], MofNCompleteColumn())
+    columns = (*columns, TimeRemainingColumn())
+    with Progress(*columns, disable=jax.process_index() > 0) as progress:
+        bar = progress.add_task("compiling", total=training.num_steps, completed=start)
+        numbers = range(start + 1, training.num_steps + 1)
+        for number, batch in zip(numbers, training.batches(start), strict=False):
+            began = time.perf_counter()
+            state, loss = jax.block_until_ready(step(state, batch))
+            seconds.append(time.perf_counter() - began)
+            progress.update(bar, advance=1, description=f"loss {loss:.3f}")
+            if not np.isfinite(loss):
+                raise FloatingPointError(f"the loss of step {number} is {loss}")
+            if manager is not None:
+                last = number == training.num_steps
+                manager.save(number, args=ocp.args.StandardSave(state), force=last)
+    return state, seconds[1:]
+
+
+def checkpoints(
+    folder: Path | None, every: int
+) -> contextlib.AbstractContextManager[ocp.CheckpointManager | None]:
+    """Saves the state every so many steps and keeps the last two; `None`: never."""
+    if folder is None:
+        return contextlib.nullcontext()
+    options = ocp.CheckpointManagerOptions(save_interval_steps=every, max_to_keep=2)
+    return ocp.CheckpointManager(folder.absolute(), options=options)
+
+
+def restored(manager: ocp.CheckpointManager | None, state: State) -> tuple[State, int]:
+    """The state that was saved last and the number of steps it has had, or `state`."""
+    last = None if manager is None else manager.latest_step()
+    if manager is None or last is None:
+        return state, 0
+    like = ocp.args.StandardRestore(
+        jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
+    )
+    return manager.restore(last, args=like), last
+
+
+def sensitivity(training: Training, state: State, batch: Any) -> jaxact.Sensitivity:
+    """What rounding each residual adds to the gradient, before a step is taken."""
+    return jaxact.sensitivity(
+        training.loss(jaxact.Policy()),
+        *(state.params, state.statistics, training.part(batch)),
+        has_aux=True,
+    )
+
+
+def memory_table(
+    training: Training,
+    policy: jaxact.Policy | None,
+    state: State,
+    batch: Any,
+    target: str | None,
+) -> Table:
+    """What the backward pass reads and what a compiled step takes, with and without."""
+    devices = [None] if target is None else [None, target]
+    here = jax.devices()[0].device_kind
+    table = Table(title=f"Memory of a step: {training.name}", min_width=78)
+    for column in (
+        "",
+        "residuals, exact",
+        "stored",
+        *(f"temp, {d or here}" for d in devices),
+    ):
+        table.add_column(column, justify="right" if column else "left")
+    rows = {"uncompressed": None} | ({} if policy is None else {"jaxact": policy})
+    for name, kept in rows.items():
+        loss = training.loss(kept)
+        residuals = jaxact.residuals(
+            lambda *arguments, loss=loss: loss(*arguments)[0],
+            *(state.params, state.statistics, batch),
+            argnums=0,
+        )
+        shardings = training.shardings(state)
+        step = training_step(loss, training.optimizer, shardings)
+        temps = [
+            jaxact.memory(step, state, batch, target=d).temp_bytes for d in devices
+        ]
+        sizes = (residuals.exact_bytes, residuals.stored_bytes, *temps)
+        table.add_row(name, *(f"{size / 2**20:.1f} MiB" for size in sizes))
+    return table

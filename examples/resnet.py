@@ -1,0 +1,99 @@
+"""Train a residual network on images (Flax Linen).
+
+  python examples/resnet.py                                  handwritten digits
+  python examples/resnet.py --data cifar10.npz               see examples/data.py
+  python examples/resnet.py --data IMAGENET --size full      see examples/folders.py
+
+EXPECTED
+"""
+
+import argparse
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import data
+import jax
+import loop
+import optax
+from models.resnet import Block, Bottleneck, ResNet, Stem
+
+import jaxact
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of the network and of its training."""
+
+    channels: tuple[int, ...]
+    blocks: tuple[int, ...]
+    block: Any
+    stem: Any
+    batch: int
+    steps: int
+
+
+SMALL = Size((16, 32, 64), (2, 2, 2), Block, None, batch=128, steps=132)
+# ResNet-50 as it is trained on ImageNet, for 90 epochs.
+FULL = Size((64, 128, 256, 512), (3, 4, 6, 3), Bottleneck, Stem, 256, 450_000)
+
+
+def training(options: argparse.Namespace) -> loop.Training:
+    """The training that the options describe."""
+    size, pixels = (FULL, 224) if options.size == "full" else (SMALL, 64)
+    images = data.load_images(options.data, pixels)
+    batch, steps = options.batch or size.batch, options.steps or size.steps
+
+    def network(policy: jaxact.Policy | None) -> ResNet:
+        wrap = lambda module: module
+        if policy is not None:
+            wrap = functools.partial(jaxact.compress, policy=policy)
+        return ResNet(
+            len(images.class_names),
+            size.channels,
+            size.blocks,
+            block=wrap(size.block),
+            stem=size.stem and wrap(size.stem),
+        )
+
+    def init() -> tuple[Any, Any]:
+        example, _ = next(images.training_batches(1, options.seed, 0))
+        make = functools.partial(network(None).init, train=True)
+        variables = jax.jit(make)(jax.random.key(options.seed), example)
+        return variables["params"], variables["batch_stats"]
+
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 4e-3, steps // 10, steps)
+    return loop.Training(
+        name=f"ResNet on {images.name}, {steps} steps of {batch}",
+        num_steps=steps,
+        init=init,
+        loss=lambda policy: loss_of(network(policy)),
+        optimizer=optax.adamw(schedule, weight_decay=1e-2),
+        batches=lambda start: images.training_batches(batch, options.seed, start),
+        score=functools.partial(score, network(None), images),
+        part=lambda batch: jax.tree.map(lambda x: x[:8], batch),
+    )
+
+
+def loss_of(net: ResNet) -> loop.Loss:
+    def loss(params: Any, statistics: Any, batch: Any) -> tuple[jax.Array, Any]:
+        images, labels = batch
+        variables = {"params": params, "batch_stats": statistics}
+        logits, updated = net.apply(
+            variables, images, train=True, mutable=["batch_stats"]
+        )
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        return losses.mean(), updated["batch_stats"]
+
+    return loss
+
+
+def score(net: ResNet, images: Any, params: Any, statistics: Any) -> str:
+    variables = {"params": params, "batch_stats": statistics}
+    classify = jax.jit(lambda x: net.apply(variables, x, train=False).argmax(-1))
+    return f"test accuracy {data.accuracy(images, classify):.1%}"
+
+
+if __name__ == "__main__":
+    options = loop.parser(__doc__).parse_args()
+    loop.run(training(options), options)

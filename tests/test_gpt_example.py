@@ -1,0 +1,205 @@
+"""The GPT in Flax NNX, and how examples train: checkpoints, policies, the table."""
+
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxact
+from newest import newest
+
+for package in ("flax", "optax", "orbax.checkpoint", "rich"):
+    pytest.importorskip(package)
+pytestmark = pytest.mark.unoptimized
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+@pytest.fixture(autouse=True)
+def examples(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    with jax.numpy_dtype_promotion("standard"):  # as Flax asks
+        yield
+
+
+def same_bits(a, b):
+    return jax.tree.structure(a) == jax.tree.structure(b) and all(
+        x.dtype == y.dtype and np.array_equal(x, y)
+        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    )
+
+
+def dense(p, name):
+    return {"kernel": p[name], "bias": p[f"{name}_bias"]}
+
+
+def norm(p, prefix):
+    return {"scale": p[f"{prefix}gain"], "bias": p[f"{prefix}bias"]}
+
+
+def as_nnx(p):
+    """The parameters of models/gpt.py under the names of models/gpt_nnx.py."""
+    layer = p["layers"]
+    names = ("qkv", "out", "up", "down")
+    layers = {name: dense(layer, name) for name in names}
+    layers["attention_norm"] = norm(layer, "attention_")
+    layers["feed_norm"] = norm(layer, "feed_")
+    embeddings = {n: {"embedding": p[n]} for n in ("tokens", "positions")}
+    return embeddings | {"layers": layers, "norm": norm(p, "")}
+
+
+def test_the_nnx_gpt_is_the_plain_one():
+    from flax import nnx
+    from models import gpt, gpt_nnx
+
+    size = {"width": 32, "heads": 4, "length": 16, "vocabulary": 11}
+    plain = gpt.GPT(2, **size, dtype=jnp.float32)
+    shape = gpt_nnx.Shape(2, **size, chunks=2, dtype=jnp.float32)
+    net = nnx.eval_shape(lambda: gpt_nnx.GPT(shape, rngs=nnx.Rngs(0)))
+    structure, own = nnx.split(net)
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(  # also gains and biases, which init sets to 1 and 0
+        lambda x: rng.normal(scale=0.3, size=x.shape).astype("f"), plain.shapes
+    )
+    shapes = jax.tree.map(lambda x: x.shape, nnx.to_pure_dict(own))
+    assert shapes == jax.tree.map(np.shape, as_nnx(params))
+    nnx.replace_by_pure_dict(own, as_nnx(params))
+    tokens = rng.integers(0, 11, (3, 17))
+    wanted = jax.jit(plain.loss)(params, tokens)
+    found = jax.jit(lambda params: nnx.merge(structure, params).loss(tokens))(own)
+    # Sums of at most 128 float32 terms, in another order.
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
+@pytest.fixture
+def tiny(monkeypatch, tmp_path):
+    """gpt.py's training of a network that compiles in seconds."""
+    import gpt
+    import loop
+    from models.gpt_nnx import Shape
+
+    shape = Shape(layers=2, width=32, heads=2, length=16, chunks=2)
+    size = gpt.Size(shape, batch=4, steps=4, rate=1e-2)
+    monkeypatch.setattr(gpt, "SMALL", size)
+    (tmp_path / "fox.txt").write_text("[the] quick brown fox jumps " * 20)
+    options = loop.parser("").parse_args(["--data", str(tmp_path / "fox.txt")])
+    return gpt.training(options)
+
+
+@newest
+def test_a_gpt_resumes_bit_for_bit(tiny, tmp_path):
+    import loop
+
+    step = loop.training_step(tiny.loss(jaxact.Policy()), tiny.optimizer)
+    step = step.lower(loop.shapes(tiny), next(tiny.batches(0))).compile()
+    folder = tmp_path / "saved"
+
+    def run():
+        with loop.checkpoints(folder, every=2) as manager:
+            state, start = loop.restored(manager, loop.fresh(tiny))
+            state, _ = loop.train(tiny, step, state, start, manager)
+        return start, state
+
+    began, straight = run()
+    shutil.rmtree(folder / "4")
+    resumed, again = run()
+    assert (began, resumed) == (0, 2)
+    assert same_bits(straight, again)
+    score, text = tiny.score(again.params, ()).split("; it writes:\n")
+    assert float(score.split()[2]) < np.log(len(set("[the] quick brown fox jumps ")))
+    assert len(text) == 200
+
+
+def toy(num_steps=5):
+    """Two maps whose product is learned, of batches that are drawn anew."""
+    import loop
+    import optax
+
+    def two_maps(params, x):
+        return jnp.tanh(x @ params["first"]) @ params["second"]
+
+    def loss(policy):
+        net = two_maps
+        if policy is not None:
+            net = jaxact.compress(two_maps, policy=policy, activations="x")
+        return lambda params, seen, x: (((net(params, x) - x) ** 2).mean(), seen + 1)
+
+    def init():
+        rng = np.random.default_rng(0)
+        maps = jnp.asarray(rng.normal(scale=0.1, size=(2, 32, 32)), "f")
+        return {"first": maps[0], "second": maps[1]}, jnp.zeros((), jnp.int32)
+
+    def batches(start):
+        for number in range(start, num_steps):
+            yield np.random.default_rng(number).normal(size=(64, 32)).astype("f")
+
+    return loop.Training(
+        *("a toy", num_steps, init, loss, optax.adam(1e-2), batches),
+        score=lambda params, seen: f"[seen {int(seen)}]",
+        part=lambda x: x[:8],
+    )
+
+
+def options(*words):
+    import loop
+
+    return loop.parser("").parse_args(list(map(str, words)))
+
+
+def test_a_run_goes_on_from_its_checkpoint(tmp_path, capsys, monkeypatch):
+    """Also with bits that were measured before the first step."""
+    import loop
+
+    monkeypatch.setattr(loop, "memory_table", lambda *_: "its table")
+    saved = "--checkpoint", tmp_path / "saved", "--save-every", 2
+    straight = loop.run(toy(), options("--policy", "acgc", *saved))
+    shutil.rmtree(tmp_path / "saved" / "5")
+    steps = []
+    monkeypatch.setattr(loop.Progress, "update", lambda *_, **told: steps.append(told))
+    resumed = loop.run(toy(), options("--policy", "acgc", *saved))
+    assert len(steps) == 1, "from step 4 on"
+    assert same_bits(straight, resumed)
+    printed = capsys.readouterr().out
+    assert printed.count("[seen 5]") == printed.count("its table") == 2
+
+
+def test_every_policy_stores_what_backward_needs():
+    import loop
+
+    training = toy()
+    state, batch = loop.fresh(training), next(training.batches(0))
+    measured = loop.sensitivity(training, state, batch)
+    arguments = state.params, state.statistics, batch
+    stored = {}
+    for name in loop.POLICIES:
+        chosen = options("--policy", name, "--bits", 2)
+        policy = loop.POLICIES[chosen.policy](chosen.bits, lambda: measured)
+        loss = training.loss(policy)
+        table = jaxact.residuals(
+            lambda *a, loss=loss: loss(*a)[0], *arguments, argnums=0
+        )
+        stored[name] = table.stored_bytes
+    assert all(stored[name] < stored["none"] for name in stored if name != "none")
+
+
+def test_a_dry_run_needs_no_more_than_shapes(capsys):
+    import loop
+
+    state = loop.run(toy(), options("--dry-run"))
+    assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state))
+    printed = capsys.readouterr().out
+    assert "uncompressed" in printed and "jaxact" in printed and "seen" not in printed
+    with pytest.raises(ValueError, match="--policy gact measures a step"):
+        loop.run(toy(), options("--dry-run", "--policy", "gact"))
+
+
+def test_a_loss_that_is_not_finite_stops_the_run():
+    import dataclasses
+
+    import loop
+
+    broken = lambda policy: lambda params, seen, x: (jnp.nan * x.sum(), seen)
+    with pytest.raises(FloatingPointError, match="loss of step 1 is nan"):
+        loop.run(dataclasses.replace(toy(), loss=broken), options("--policy", "none"))
