@@ -4,7 +4,18 @@
   python examples/resnet.py --data cifar10.npz               see examples/data.py
   python examples/resnet.py --data IMAGENET --size full      see examples/folders.py
 
-EXPECTED
+Small: three stages of two blocks, 132 steps of 128 images; 1 minute of CPU time for the
+digits and 4 for CIFAR-10. At 4 bits, in brackets uncompressed (`--policy none`; one
+seed, JAX 0.12.0; the file has 10,000 images of CIFAR-10, of which 132 steps see each
+about twice):
+
+              test accuracy    stored, MiB     temp, CPU, MiB
+  digits      99.2 %           9.1 (55.2)      21.2 (60.3)
+  CIFAR-10    40.5 (40.3) %    36.9 (220.1)    85.7 (240.2)
+
+Full: ResNet-50 and 450,000 steps of 256 images. A step of 64 takes 782 MiB of
+temporaries on an H100, uncompressed 2762, `--bits 2` 558, as compiled for one by
+`benchmarks/step.py`. It was not run on a GPU.
 """
 
 import argparse

@@ -4,7 +4,15 @@
   python examples/vit.py --data cifar10.npz               see examples/data.py
   python examples/vit.py --data IMAGENET --size full      see examples/folders.py
 
-EXPECTED
+Small: 4 layers of width 64, 220 steps of 128 images, about 1 minute of CPU time for the
+digits. At 4 bits, in brackets uncompressed (`--policy none`; one seed, JAX 0.12.0):
+
+            test accuracy    stored, MiB    temp, CPU, MiB
+  digits    91.4 (90.3) %    6.3 (45.1)     13.5 (52.2)
+
+Full: ViT-B/16 and 1,500,000 steps of 256 images. A step of 64 takes 1334 MiB of
+temporaries on an H100, uncompressed 6022, `--bits 2` 891, as compiled for one by
+`benchmarks/step.py`. It was not run on a GPU.
 """
 
 import argparse
