@@ -10,8 +10,8 @@ digits. At 4 bits, in brackets uncompressed (`--policy none`; one seed, JAX 0.12
             test accuracy    stored, MiB    temp, CPU, MiB
   digits    91.4 (90.3) %    6.3 (45.1)     13.5 (52.2)
 
-Full: ViT-B/16 and 1,500,000 steps of 256 images. A step of 64 takes 1334 MiB of
-temporaries on an H100, uncompressed 6022, `--bits 2` 891, as compiled for one by
+Full: ViT-B/16 and 1,500,000 steps of 256 images. A step of 64 takes 1335 MiB of
+temporaries on an H100, uncompressed 6023, `--bits 2` 891, as compiled for one by
 `benchmarks/step.py`. It was not run on a GPU.
 """
 

@@ -1,0 +1,171 @@
+"""The networks whose training step is measured: at full size, and small, for a CPU."""
+
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from step_ways import BASE, Way
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import data
+from models import gpt, resnet, vit
+
+# (parameters, statistics, batch) -> (loss, statistics)
+Loss = Callable[[Any, Any, Any], tuple[jax.Array, Any]]
+
+
+@dataclass(frozen=True)
+class Classifier:
+    """A Linen network of images [batch, size, size, 3], trained on handwritten digits.
+
+    Attributes:
+      module: makes the network, given its `blocks` by name.
+      arguments: of a call, after the images.
+    """
+
+    name: str
+    module: Callable[..., nn.Module]
+    blocks: Mapping[str, type[nn.Module]]
+    size: int
+    batch: int
+    arguments: tuple[Any, ...] = ()
+    unit: str = "images"
+
+    @property
+    def about(self) -> str:
+        return f"{self.name}, {self.size}x{self.size}, batch {self.batch}, bfloat16"
+
+    @property
+    def items(self) -> int:
+        return self.batch
+
+    def net(self, way: Way) -> nn.Module:
+        blocks = {name: way.block(block) for name, block in self.blocks.items()}
+        return way.network(self.module(**blocks))
+
+    def init(self, key: jax.Array) -> tuple[Any, Any]:
+        """Parameters and running statistics."""
+        image = jnp.zeros((1, self.size, self.size, 3))
+        variables = dict(self.net(BASE).init(key, image, *self.arguments))
+        return variables.pop("params"), variables
+
+    def loss(self, way: Way) -> Loss:
+        net = self.net(way)
+
+        def loss(params: Any, statistics: Any, batch: Any) -> tuple[jax.Array, Any]:
+            images, labels = batch
+            logits, statistics = net.apply(
+                {"params": params, **statistics},
+                images,
+                *self.arguments,
+                mutable=list(statistics),
+            )
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+            return losses.mean(), statistics
+
+        return loss
+
+    def batches(self, num_batches: int) -> Iterator[Any]:
+        digits, rng = data.load(), np.random.default_rng(0)
+        images, labels = digits.train_images, digits.train_labels
+        larger = self.size // images.shape[1]
+        for _ in range(num_batches):
+            chosen = rng.integers(len(images), size=self.batch)
+            found = images[chosen].repeat(larger, 1).repeat(larger, 2).repeat(3, 3)
+            yield found, labels[chosen]
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A GPT, trained on the characters of Python's help."""
+
+    name: str
+    net: gpt.GPT
+    batch: int
+    unit: str = "tokens"
+
+    @property
+    def about(self) -> str:
+        size = f"{self.name}, batch {self.batch}, length {self.net.length}, bfloat16"
+        return f"{size}, scanned; attention is recomputed in every row"
+
+    @property
+    def items(self) -> int:
+        return self.batch * self.net.length
+
+    def init(self, key: jax.Array) -> tuple[Any, Any]:
+        """Parameters, and no running statistics."""
+        return self.net.init(key), {}
+
+    def loss(self, way: Way) -> Loss:
+        net = way.network(self.net)
+        block = way.block(net.block)
+        return lambda params, statistics, batch: (
+            net.loss(params, batch, block),
+            statistics,
+        )
+
+    def batches(self, num_batches: int) -> Iterator[Any]:
+        text = data.load_text().train
+        return data.windows(text, self.net.length + 1, self.batch, num_batches, seed=0)
+
+
+Network = Classifier | Decoder
+
+
+def decoder(name: str, **size: Any) -> Decoder:
+    """Recomputes attention, as a fused kernel would.
+
+    Else scores of length x length fill the memory of every way that keeps them.
+    """
+    return Decoder(name, gpt.GPT(**size, recompute_attention=True), batch=8)
+
+
+FULL: dict[str, Network] = {
+    "resnet50": Classifier(
+        name="ResNet-50",
+        module=functools.partial(resnet.ResNet50, 1000),
+        blocks={"block": resnet.Bottleneck, "stem": resnet.Stem},
+        size=224,
+        batch=64,
+        arguments=(True,),
+    ),
+    "gpt2-small": decoder("GPT-2 small"),
+    "gpt2-medium": decoder("GPT-2 medium", layers=24, width=1024, heads=16),
+    "vit-b": Classifier(
+        name="ViT-B/16",
+        module=functools.partial(vit.ViTB16, 1000),
+        blocks={"block": vit.Block},
+        size=224,
+        batch=64,
+    ),
+}
+SMALL: dict[str, Network] = {
+    "resnet": Classifier(
+        name="small ResNet",
+        module=functools.partial(resnet.ResNet, 10),
+        blocks={"block": resnet.Block},
+        size=32,
+        batch=64,
+        arguments=(True,),
+    ),
+    "gpt": decoder(
+        "small GPT", layers=4, width=256, heads=4, length=256, vocabulary=256
+    ),
+    "vit": Classifier(
+        name="small ViT",
+        module=functools.partial(vit.ViT, 10, layers=4),
+        blocks={"block": vit.Block},
+        size=32,
+        batch=32,
+    ),
+}
+NETWORKS = FULL | SMALL

@@ -1,0 +1,244 @@
+"""One way of taking a network's training step, and what is measured of it."""
+
+import datetime
+import functools
+import importlib.metadata
+import platform
+import shlex
+import statistics
+import sys
+import textwrap
+import time
+import tomllib
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import flax
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+from flops import flops
+from step_networks import NETWORKS, Network
+from step_ways import BASE, WAYS, Way
+
+import jaxact
+
+Record = dict[str, Any]
+NUMBERS = (
+    *("flops", "temp_bytes", "target_bytes", "peak_bytes"),
+    *("ratio", "quartiles", "items_per_second", "loss"),
+)
+
+
+@dataclass(frozen=True)
+class Effort:
+    """What is measured.
+
+    Attributes:
+      steps: that are trained; the first one is not timed. 0: compile, but run nothing.
+      target: a GPU whose compiler is asked for memory; None: none.
+      here: whether to compile for this machine.
+    """
+
+    steps: int = 16
+    target: str | None = None
+    here: bool = True
+
+
+class State(struct.PyTreeNode):
+    """What a training step changes."""
+
+    params: Any
+    statistics: Any
+    optimizer: Any
+
+
+class Trainer:
+    """A network trained in one way: AdamW, with the state donated to the step."""
+
+    def __init__(self, network: Network, way: Way):
+        self.network, self.way = network, way
+        self.optimizer = optax.adamw(1e-3)
+        self.init = jax.jit(self._init)
+        self.step = jax.jit(self._step, donate_argnums=0)
+
+    def _init(self) -> State:
+        params, statistics = self.network.init(jax.random.key(0))
+        return State(params, statistics, self.optimizer.init(params))
+
+    def _step(self, state: State, batch: Any) -> tuple[State, jax.Array]:
+        gradient = jax.value_and_grad(self.network.loss(self.way), has_aux=True)
+        (loss, norms), found = in_pieces(gradient, self.way.pieces)(
+            state.params, state.statistics, batch
+        )
+        updates, optimizer = self.optimizer.update(found, state.optimizer, state.params)
+        return State(optax.apply_updates(state.params, updates), norms, optimizer), loss
+
+    @functools.cached_property
+    def shapes(self) -> tuple[Any, Any]:
+        """The arguments of the step."""
+        (batch,) = self.network.batches(1)
+        return jax.eval_shape(lambda: (self.init(), jax.tree.map(jnp.asarray, batch)))
+
+    @functools.cached_property
+    def compiled(self) -> Any:
+        return self.step.lower(*self.shapes).compile()
+
+
+def in_pieces(gradient: Callable[..., Any], pieces: int) -> Callable[..., Any]:
+    """Means over pieces of the batch, one after another; a norm sees only its piece."""
+    if pieces == 1:
+        return gradient
+
+    def summed(params: Any, norms: Any, batch: Any) -> Any:
+        def one(carry: Any, piece: Any) -> Any:
+            total, norms = carry
+            (loss, norms), found = gradient(params, norms, piece)
+            return (jax.tree.map(jnp.add, total, (loss, found)), norms), None
+
+        cut = jax.tree.map(lambda x: x.reshape(pieces, -1, *x.shape[1:]), batch)
+        zeros = jnp.float32(0), jax.tree.map(jnp.zeros_like, params)
+        (total, norms), _ = jax.lax.scan(one, (zeros, norms), cut)
+        loss, found = jax.tree.map(lambda x: x / pieces, total)
+        return (loss, norms), found
+
+    return summed
+
+
+@functools.lru_cache(maxsize=1)
+def uncompressed(network: str) -> Trainer:
+    """What the other ways of this network are compared with, compiled once."""
+    return Trainer(NETWORKS[network], BASE)
+
+
+def measure(network: str, way: str, effort: Effort) -> Record:
+    """One row of the results.
+
+    What a part of the measurement raises is a result too: the row then has None, and
+    the message under `why`.
+
+    Returns:
+      flops: of a step's matrix products and convolutions.
+      temp_bytes, target_bytes: what the step compiled for this machine, and for the
+        target, allocates besides its arguments and results.
+      peak_bytes: the most that the device had allocated, arguments included. It counts
+        over the life of a process, so this must be the first row that one measures.
+        None: the device does not count.
+      ratio, quartiles: of times, over those of the uncompressed step.
+      items_per_second: at the median time.
+      loss: of the last step.
+    """
+    base = uncompressed(network)
+    subject = base if way == BASE.name else Trainer(base.network, WAYS[way])
+    parts: dict[str, Callable[[], Record]] = {"count": lambda: count(subject)}
+    if effort.here:
+        parts["compile"] = lambda: compile_here(subject)
+    if effort.steps:
+        parts["peak"] = lambda: peak(subject)
+        parts["run"] = lambda: race(subject, base, effort.steps)
+    if effort.target:
+        parts["target"] = lambda: compile_for(effort.target, subject)
+    row: Record = {"network": network, "way": way}
+    row |= {"about": base.network.about, "unit": base.network.unit}
+    row |= {"steps": effort.steps, "target": effort.target, "why": {}}
+    row |= dict.fromkeys(NUMBERS)
+    for part, measurement in parts.items():
+        try:
+            row |= measurement()
+        except Exception as error:
+            text = " ".join(f"{type(error).__name__}: {error}".split())
+            row["why"][part] = textwrap.shorten(text, 200)
+    return row | environment()
+
+
+def count(subject: Trainer) -> Record:
+    return {"flops": flops(subject.step.trace(*subject.shapes).jaxpr)}
+
+
+def compile_here(subject: Trainer) -> Record:
+    return {"temp_bytes": subject.compiled.memory_analysis().temp_size_in_bytes}
+
+
+def compile_for(target: str | None, subject: Trainer) -> Record:
+    memory = jaxact.memory(subject.step, *subject.shapes, target=target)
+    return {"target_bytes": memory.temp_bytes}
+
+
+class Run:
+    """A training under way, and the seconds that its steps took."""
+
+    def __init__(self, subject: Trainer, state: State):
+        self.step, self.state = subject.compiled, state
+        self.seconds: list[float] = []
+        self.loss: Any = None
+
+    def take(self, batch: Any) -> None:
+        start = time.perf_counter()
+        self.state, self.loss = jax.block_until_ready(self.step(self.state, batch))
+        self.seconds.append(time.perf_counter() - start)
+
+
+def race(subject: Trainer, rival: Trainer, steps: int) -> Record:
+    """Train both on the same batches, in turns, each one first in every other round."""
+    ours, base = runs = [Run(who, rival.init()) for who in (subject, rival)]
+    for batch in subject.network.batches(steps):
+        batch = jax.block_until_ready(jax.device_put(batch))
+        for run in runs:
+            run.take(batch)
+        runs.reverse()
+    seconds = statistics.median(ours.seconds[1:])
+    ratios = [a / b for a, b in zip(ours.seconds, base.seconds, strict=True)][1:]
+    low, middle, high = statistics.quantiles(ratios, method="inclusive")
+    return {
+        "ratio": middle,
+        "quartiles": [low, high],
+        "items_per_second": subject.network.items / seconds,
+        "loss": float(ours.loss),
+    }
+
+
+def peak(subject: Trainer) -> Record:
+    """Of two steps, and of the trials by which XLA chose their kernels."""
+    if not device_counts():
+        return {"peak_bytes": None}
+    run = Run(subject, subject.init())
+    for batch in subject.network.batches(2):
+        run.take(jax.device_put(batch))
+    return {"peak_bytes": jax.local_devices()[0].memory_stats()["peak_bytes_in_use"]}
+
+
+def device_counts() -> bool:
+    """Whether the device knows the most that it had allocated."""
+    return bool(jax.local_devices()[0].memory_stats())
+
+
+def in_fresh_process(function: Callable[..., Any], *args: Any) -> Any:
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(function, *args).result()
+
+
+def environment() -> Record:
+    """Where and how numbers were measured."""
+    return {
+        "device": f"{jax.devices()[0].device_kind} ({platform.machine()})",
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "flax": flax.__version__,
+        "jaxact": jaxact_version(),
+        "command": shlex.join(sys.argv),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def jaxact_version() -> str:
+    """Of the installed package, or else of the checkout that this file belongs to."""
+    try:
+        return importlib.metadata.version("jaxact")
+    except importlib.metadata.PackageNotFoundError:
+        project = Path(__file__).parents[2] / "pyproject.toml"
+        return tomllib.loads(project.read_text())["project"]["version"]

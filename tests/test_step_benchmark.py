@@ -1,0 +1,191 @@
+"""What the side-by-side benchmark counts, compares and writes."""
+
+import functools
+import importlib
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from newest import newest
+
+pytest.importorskip("flax")
+pytest.importorskip("optax")
+pytest.importorskip("rich")
+pytestmark = pytest.mark.unoptimized  # compiling takes longer than running
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+OURS = "jaxact 4 bits"
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """Imports a file of the benchmark as the command does."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.syspath_prepend(EXAMPLES / "benchmarks")
+    with jax.numpy_dtype_promotion("standard"):  # as Flax asks
+        yield importlib.import_module
+
+
+def count(load, f, *shapes):
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    return load("flops").flops(jax.make_jaxpr(f)(*args))
+
+
+def test_flops_of_products_and_convolutions(load):
+    assert count(load, lambda x, y: x @ y, (3, 4), (4, 5)) == 2 * 3 * 4 * 5
+    batched = functools.partial(jnp.einsum, "bij,bkj->bik")
+    assert count(load, batched, (7, 3, 4), (7, 5, 4)) == 2 * 7 * 3 * 4 * 5
+    dims = "NHWC", "HWIO", "NHWC"
+    conv = lambda x, k, s, groups=1: jax.lax.conv_general_dilated(
+        x, k, (s, s), "SAME", dimension_numbers=dims, feature_group_count=groups
+    )
+    one = 2 * 3 * 3 * 6  # operations for each element of the output
+    strided = functools.partial(conv, s=2)
+    assert count(load, strided, (2, 8, 8, 6), (3, 3, 6, 5)) == one * 2 * 4 * 4 * 5
+    grouped = functools.partial(conv, s=1, groups=2)
+    assert count(load, grouped, (2, 8, 8, 12), (3, 3, 6, 4)) == one * 2 * 8 * 8 * 4
+    for f in (strided, functools.partial(conv, s=1)):
+        # Both gradients do what the forward does, whatever the stride.
+        gradient = jax.value_and_grad(lambda x, k, f=f: f(x, k).sum(), (0, 1))
+        forward = count(load, f, (2, 8, 8, 6), (3, 3, 6, 5))
+        assert count(load, gradient, (2, 8, 8, 6), (3, 3, 6, 5)) == 3 * forward
+
+
+def test_flops_of_loops_branches_and_recomputation(load):
+    w, x = (4, 4), (3, 4)
+    one = 2 * 3 * 4 * 4
+    layer = lambda x, w: jnp.sin(x @ w)
+    scanned = lambda x, w: jax.lax.scan(lambda x, _: (layer(x, w), None), x, length=5)
+    assert count(load, scanned, x, w) == 5 * one
+    either = lambda x, w: jax.lax.cond(x[0, 0] > 0, layer, lambda x, w: x, x, w)
+    assert count(load, either, x, w) == one
+    loss = lambda layer: lambda x, w: layer(layer(x, w), w).sum()
+    gradient = lambda layer: jax.value_and_grad(loss(jax.jit(layer)), (0, 1))
+    assert count(load, gradient(layer), x, w) == 6 * one
+    assert count(load, gradient(jax.checkpoint(layer)), x, w) == 8 * one
+
+
+def test_flops_that_nothing_needs_are_not_counted(load):
+    both = jax.jit(lambda x, y: jax.lax.optimization_barrier((x @ y, y @ x)))
+    assert count(load, both, (4, 4), (4, 4)) == 4 * 4**3
+    assert count(load, lambda x, y: both(x, y)[1], (4, 4), (4, 4)) == 2 * 4**3
+
+
+def images(load):
+    """A Linen network with batch norms."""
+    resnet = load("models.resnet")
+    module = functools.partial(resnet.ResNet, 10, (4,), 1)
+    return load("step_networks").Classifier(
+        "tiny", module, {"block": resnet.Block}, 16, 8, (True,)
+    )
+
+
+def text(load):
+    """A scanned GPT."""
+    net = load("models.gpt").GPT(2, 16, 2, 8, 128, dtype=jnp.float32)
+    return load("step_networks").Decoder("tiny", net, 8)
+
+
+def test_every_way_has_the_same_parameters(load):
+    """Flax names a block's parameters after its class."""
+    ways, net = load("step_ways").WAYS, images(load).net
+    init = lambda way: net(way).init(jax.random.key(0), jnp.zeros((1, 16, 16, 3)), True)
+    shapes = {
+        name: jax.tree.structure(jax.eval_shape(functools.partial(init, way)))
+        for name, way in ways.items()
+        if not name.startswith("qwix")
+    }
+    assert set(shapes.values()) == {shapes["uncompressed"]}
+
+
+def test_every_way_is_a_program_of_its_own(load):
+    ways, runs, network = load("step_ways").WAYS, load("step_runs"), text(load)
+    programs = {}
+    for name, way in ways.items():
+        if not name.startswith("qwix"):
+            trainer = runs.Trainer(network, way)
+            state, batch = trainer.shapes
+            after, loss = jax.eval_shape(trainer.step, state, batch)
+            assert jax.tree.structure(after) == jax.tree.structure(state), name
+            programs.setdefault(str(trainer.step.trace(state, batch).jaxpr), name)
+    assert list(programs.values()) == [name for name in ways if "qwix" not in name]
+
+
+def test_pieces_of_a_batch_have_its_gradient(load):
+    """In float32; the state of norms goes from piece to piece."""
+
+    def loss(params, seen, batch):
+        x, y = batch
+        return ((x @ params - y) ** 2).mean(), seen + len(x)
+
+    rng = np.random.default_rng(0)
+    params, batch = rng.normal(size=3), (rng.normal(size=(8, 3)), rng.normal(size=8))
+    params, batch = jax.tree.map(np.float32, (params, batch))
+    gradient = jax.value_and_grad(loss, has_aux=True)
+    whole, pieces = (
+        load("step_runs").in_pieces(gradient, n)(params, np.int32(0), batch)
+        for n in (1, 4)
+    )
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5)
+    jax.tree.map(close, pieces, whole)
+    assert whole[0][1] == 8
+
+
+@newest
+@pytest.mark.filterwarnings("ignore:'VariableState' was removed")  # what qwix asks for
+def test_quantized_training_computes_in_integers(load):
+    pytest.importorskip("qwix")
+    way, network = load("step_ways").WAYS["qwix int8"], images(load)
+    trainer = load("step_runs").Trainer(network, way)
+    assert "i8[" in str(trainer.step.trace(*trainer.shapes).jaxpr)
+    with pytest.raises(TypeError, match="qwix takes Flax modules"):
+        text(load).loss(way)
+
+
+@pytest.fixture
+def command(load, monkeypatch, tmp_path):
+    """Runs the command on tiny networks, in this process; returns rows and table."""
+    step, networks = load("step"), load("step_networks")
+    monkeypatch.setattr(step, "in_fresh_process", lambda f, *args: f(*args))
+    for name, network in ("images", images(load)), ("text", text(load)):
+        monkeypatch.setitem(networks.NETWORKS, name, network)
+
+    def run(*options):
+        output = tmp_path / "step"
+        line = ["step.py", "--output", output, *options]
+        monkeypatch.setattr("sys.argv", [str(word) for word in line])
+        step.main()
+        assert output.with_suffix(".png").stat().st_size > 1000
+        table = output.with_suffix(".md").read_text()
+        return json.loads(output.with_suffix(".json").read_text()), table
+
+    return run
+
+
+def test_a_run_writes_every_number_and_resumes(command, load, monkeypatch):
+    pytest.importorskip("matplotlib")
+    options = "--model", "text", "--steps", 4, "--resume"
+    rows, _ = command(*options, "--ways", "uncompressed", "qwix int8")
+    base, failed = rows
+    assert base["temp_bytes"] > 0 and base["ratio"] > 0 and base["loss"] < 6
+    assert base["items_per_second"] > 0 and base["why"] == {}
+    assert base["command"].startswith("step.py") and base["jax"] == jax.__version__
+    assert failed["loss"] is None and "qwix takes Flax" in failed["why"]["run"]
+    monkeypatch.setattr(load("step"), "measure", lambda *args: base | {"way": OURS})
+    rows, table = command(*options, "--ways", "uncompressed", "qwix int8", OURS)
+    assert rows == [base, failed, base | {"way": OURS}]
+    assert "| qwix int8 | - | - | - | - | - |" in table
+    assert "- qwix int8: TypeError: qwix takes Flax modules" in table
+
+
+@newest
+def test_compiling_alone_runs_nothing(command, load, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(load("step_runs"), "race", None)
+    (row,), table = command("--model", "text", "--compile-only", "--ways", OURS)
+    assert row["temp_bytes"] > 0 and row["loss"] is None and row["why"] == {}
+    assert f"| {OURS} | {row['temp_bytes'] / 2**20:.0f} MiB |" in table
