@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from checkpoints import CONFIGS, LLAMA, MISTRAL, QWEN2, oracle, tensors_of, write
+from newest import newest
 
 load_file = pytest.importorskip("safetensors.numpy").load_file
-pytestmark = pytest.mark.unoptimized
+pytestmark = [pytest.mark.unoptimized, newest]
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 

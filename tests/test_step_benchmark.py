@@ -15,7 +15,7 @@ from newest import newest
 pytest.importorskip("flax")
 pytest.importorskip("optax")
 pytest.importorskip("rich")
-pytestmark = pytest.mark.unoptimized  # compiling takes longer than running
+pytestmark = [pytest.mark.unoptimized, newest]
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 OURS = "jaxact 4 bits"
@@ -135,7 +135,6 @@ def test_pieces_of_a_batch_have_its_gradient(load):
     assert whole[0][1] == 8
 
 
-@newest
 @pytest.mark.filterwarnings("ignore:'VariableState' was removed")  # what qwix asks for
 def test_quantized_training_computes_in_integers(load):
     pytest.importorskip("qwix")
@@ -182,7 +181,6 @@ def test_a_run_writes_every_number_and_resumes(command, load, monkeypatch):
     assert "- qwix int8: TypeError: qwix takes Flax modules" in table
 
 
-@newest
 def test_compiling_alone_runs_nothing(command, load, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(load("step_runs"), "race", None)

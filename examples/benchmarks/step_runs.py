@@ -1,26 +1,19 @@
 """One way of taking a network's training step, and what is measured of it."""
 
-import datetime
 import functools
-import importlib.metadata
-import platform
-import shlex
 import statistics
-import sys
 import textwrap
 import time
-import tomllib
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
-import flax
 import jax
 import jax.numpy as jnp
 import optax
+from environment import environment
 from flax import struct
 from flops import flops
 from step_networks import NETWORKS, Network
@@ -220,25 +213,3 @@ def device_counts() -> bool:
 def in_fresh_process(function: Callable[..., Any], *args: Any) -> Any:
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         return pool.submit(function, *args).result()
-
-
-def environment() -> Record:
-    """Where and how numbers were measured."""
-    return {
-        "device": f"{jax.devices()[0].device_kind} ({platform.machine()})",
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "flax": flax.__version__,
-        "jaxact": jaxact_version(),
-        "command": shlex.join(sys.argv),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    }
-
-
-def jaxact_version() -> str:
-    """Of the installed package, or else of the checkout that this file belongs to."""
-    try:
-        return importlib.metadata.version("jaxact")
-    except importlib.metadata.PackageNotFoundError:
-        project = Path(__file__).parents[2] / "pyproject.toml"
-        return tomllib.loads(project.read_text())["project"]["version"]
