@@ -1,6 +1,6 @@
 """One training step taken in several ways, side by side: its time and its memory.
 
-  python examples/benchmarks/step.py --small                   a CPU, about 10 minutes
+  python examples/benchmarks/step.py --small                   a CPU, about 15 minutes
   python examples/benchmarks/step.py                           a GPU
   python examples/benchmarks/step.py --compile-only --target h100     memory, no GPU
   python examples/benchmarks/step.py --model gpt --ways uncompressed "jaxact 4 bits"
