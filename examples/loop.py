@@ -195,8 +195,8 @@ def train(
 ) -> tuple[State, list[float]]:
     """Run the steps from `start` on; seconds of all but the first, which compiles."""
     seconds = []
-    columns = (*Progress.get_default_columns()[:3], MofNCompleteColumn())
-    columns = (*columns, TimeRemainingColumn())
+    usual = Progress.get_default_columns()[:3]
+    columns = (*usual, MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, disable=jax.process_index() > 0) as progress:
         bar = progress.add_task("compiling", total=training.num_steps, completed=start)
         numbers = range(start + 1, training.num_steps + 1)
@@ -261,6 +261,7 @@ def memory_table(
         *(f"temp, {d or here}" for d in devices),
     ):
         table.add_column(column, justify="right" if column else "left")
+    shardings = training.shardings(state)
     rows = {"uncompressed": None} | ({} if policy is None else {"jaxact": policy})
     for name, kept in rows.items():
         loss = training.loss(kept)
@@ -269,7 +270,6 @@ def memory_table(
             *(state.params, state.statistics, batch),
             argnums=0,
         )
-        shardings = training.shardings(state)
         step = training_step(loss, training.optimizer, shardings)
         temps = [
             jaxact.memory(step, state, batch, target=d).temp_bytes for d in devices
