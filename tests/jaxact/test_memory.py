@@ -12,7 +12,7 @@ from jax.experimental import topologies
 
 from gpu_target import needs_target
 from jaxact import _memory, memory
-from jaxact._targets import TARGETS
+from jaxact._memory.targets import TARGETS
 
 SIDE = 512
 SQUARE = SIDE * SIDE * 4  # bytes of one float32 array

@@ -17,7 +17,7 @@ from jax.sharding import AxisType
 
 from eight_devices import COLLECTIVES, collectives, run_on_eight_devices
 from gpu_target import needs_target
-from jaxact._targets import TARGETS
+from jaxact._memory.targets import TARGETS
 from jaxact_kernels import affine, mask
 from jaxact_kernels.affine import triton
 from jaxact_kernels.config import Config
