@@ -22,6 +22,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from jaxact._checkpoint_policies import PACKED_NAME, SaveEither, save_packed
+from jaxact._codec import Bias
+from jaxact._decision import Decision
 from jaxact._engine.outputs import independent_outputs, select_outputs, when_all
 from jaxact._engine.scan import CompressBody, contains_scan, push_into_scans
 from jaxact._form import plan_form, rewrite
@@ -34,7 +36,7 @@ from jaxact._plan.each import plan_each
 from jaxact._plan.forward import Forward, trace_forward
 from jaxact._plan.mark import CompressedCall, mark, mark_call
 from jaxact._plan.plan import Plan
-from jaxact._policy import Decision, Policy
+from jaxact._policy import Policy
 from jaxact._residual import join_paths
 from jaxact._trace import Flat, Static, is_inexact
 
@@ -167,7 +169,7 @@ def forward_pass(
         salted = jnp.asarray(seed, jnp.uint32) ^ np.uint32(salt)
         is_fused = v in plan.normalized or decision.residual.primitive in FUSED
         store = functools.partial(encode, decision, is_fused=is_fused)
-        if decision.bias == "exact" and is_float(v):  # may be differentiated again
+        if decision.bias is Bias.EXACT and is_float(v):  # may be differentiated again
             stored[v] = store(x, salted)
         else:
             stored[v] = opaque(store, x, salted)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 
 from jaxact._codec import Exact, Recompute
-from jaxact._plan.plan import OF_PARAMETERS, REFERENCED, STORED_INSIDE, Plan
+from jaxact._decision import Reason
+from jaxact._plan.plan import Plan
 from jaxact._policy import Policy
 
 
@@ -29,12 +30,18 @@ def warn_if_unused(policy: Policy, name: str, plans: Sequence[Plan]) -> None:
             )
     wanted = policy.rules or not isinstance(policy.default, Exact)
     smaller = any(
-        not isinstance(d.action, Exact | Recompute) or d.why == STORED_INSIDE
+        not isinstance(d.action, Exact | Recompute) or d.reason is Reason.STORED_INSIDE
         for d in decisions
     )
     is_float = lambda d: jnp.issubdtype(d.residual.dtype, jnp.inexact)
-    undecided = {d.why for d in decisions if d.rule is None and is_float(d)}
-    reasons = sorted(undecided - {REFERENCED, OF_PARAMETERS})
+    expected = (Reason.REFERENCED, Reason.OF_PARAMETERS)
+    reasons = sorted(
+        {
+            d.why
+            for d in decisions
+            if d.rule is None and is_float(d) and d.reason not in expected
+        }
+    )
     if wanted and reasons and not smaller:
         warnings.warn(
             f"jaxact: nothing was compressed in {name}; its residuals: "

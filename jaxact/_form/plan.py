@@ -6,7 +6,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxact._codec import Exact, Recompute
+from jaxact._codec import Bias, Exact, Recompute
+from jaxact._decision import Decision, Reason, Remark
 from jaxact._form.affine_classes import classify
 from jaxact._form.cells import cell_body
 from jaxact._form.channel_norms import Normalizations
@@ -20,15 +21,12 @@ from jaxact._jaxpr.rewrite import Body, flatten, inlinable_body
 from jaxact._plan.facts import ACTIVATION, STORED, input_facts, learn
 from jaxact._plan.forward import Forward
 from jaxact._plan.plan import (
-    OF_PARAMETERS,
-    REFERENCED,
-    STORED_INSIDE,
     Normalized,
     Plan,
     Replay,
     is_coded,
 )
-from jaxact._policy import Decision, Policy
+from jaxact._policy import Policy
 from jaxact._residual import Provenance, Residual
 from jaxact._trace import Flat
 
@@ -100,7 +98,7 @@ class _Planner:
         wanted = [*self.leaves, *statistics]
         kept, replayed = self.chooser.derive(wanted, stored)
         for v in self._sources(again, stored):
-            decisions[v] = decisions[v].biased("others are recomputed from it")
+            decisions[v] = decisions[v].biased(Remark.RECOMPUTED_FROM)
         for v in kept:
             decisions[v] = self._decide_exact(v)
         coded = {
@@ -130,10 +128,9 @@ class _Planner:
         """What each rounded variable is stored through, where that is better."""
         found = {}
         for v in stored:
-            if decisions[v].bias != "exact" and v in self.normalized:
+            if decisions[v].bias is not Bias.EXACT and v in self.normalized:
                 found[v] = self.normalized[v]
-                why = f"{decisions[v].why}; normalized by channel"
-                decisions[v] = dataclasses.replace(decisions[v], why=why)
+                decisions[v] = decisions[v].with_remark(Remark.NORMALIZED)
         return found
 
     def _decide_bases(self) -> dict[Any, Decision]:
@@ -148,9 +145,9 @@ class _Planner:
             if isinstance(decision.action, Recompute):
                 eqn = self.chooser.makers.get(v)
                 if eqn is None or eqn.effects:
-                    why = "cannot be recomputed: an argument or a side effect"
-                    exact = dataclasses.replace(decision, action=Exact(), why=why)
-                    decisions[v] = dataclasses.replace(exact, bias="exact")
+                    reason = Reason.ARGUMENT if eqn is None else Reason.SIDE_EFFECT
+                    exact = Decision(decision.residual, Exact(), reason, decision.rule)
+                    decisions[v] = exact
                 else:
                     todo += self._nearest_sources(eqn, {*todo, *decisions})
         return decisions
@@ -177,21 +174,20 @@ class _Planner:
             what = dataclasses.replace(what, is_normalized=True)
         decision = self.policy.decide(what, largest=self.largest)
         if decision.rule is None and v in self.solved_with:
-            why = "solved with, or a factorization"
-            return Decision(decision.residual, Exact(), why)
+            return Decision(decision.residual, Exact(), Reason.SOLVED_WITH)
         if v in self.free:
-            return decision.biased("kept for a checkpoint or a custom rule")
+            return decision.biased(Remark.CUSTOM_RULE)
         return decision
 
     def _decide_exact(self, v: Any) -> Decision:
         what, known = self._residual(v), fact_of(self.facts, v)
         if known & STORED:
-            return Decision(what, Exact(), STORED_INSIDE)
+            return Decision(what, Exact(), Reason.STORED_INSIDE)
         if v in self.inputs and not known & ACTIVATION:
-            why = "an argument not named in activations" if known else REFERENCED
-            return Decision(what, Exact(), why)
+            reason = Reason.NOT_AN_ACTIVATION if known else Reason.REFERENCED
+            return Decision(what, Exact(), reason)
         if not known & ACTIVATION and what.dtype != jnp.bool_:
-            return Decision(what, Exact(), OF_PARAMETERS)
+            return Decision(what, Exact(), Reason.OF_PARAMETERS)
         return self.policy.decide(what, largest=self.largest, statistic=True)
 
     def _residual(self, v: Any) -> Residual:

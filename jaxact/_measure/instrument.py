@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxact._decision import Decision
 from jaxact._engine.vjp import (
     behind_barrier,
     decoded,
@@ -29,7 +30,6 @@ from jaxact._measure.replace_calls import evaluate
 from jaxact._plan.forward import trace_forward
 from jaxact._plan.mark import CompressedCall
 from jaxact._plan.plan import Plan
-from jaxact._policy import Decision
 from jaxact._residual import join_paths
 from jaxact._trace import Flat, Kind, Static, is_inexact
 

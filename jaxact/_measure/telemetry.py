@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxact._bits.cost import Sensitivity
+from jaxact._decision import Decision
 from jaxact._jaxpr.compat import open_jaxpr
 from jaxact._measure.census import Rounded, census
 from jaxact._measure.instrument import Instrument, evaluate_instrumented
 from jaxact._measure.noise import evaluate_with_noise
 from jaxact._modules.find import pure_call
-from jaxact._policy import Decision
 from jaxact._report.residuals import trace_pure
 from jaxact._trace import is_inexact
 

@@ -5,28 +5,25 @@ and what `default=Exact()` means. What is not saved is recomputed from what is, 
 rounding of a stored residual biases the gradient where that is not linear.
 """
 
-import dataclasses
 from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
 from jaxact._codec import Exact, Recompute
+from jaxact._decision import Decision, Reason, Remark
 from jaxact._jaxpr.flow import fact_of, flow
 from jaxact._jaxpr.primitives import VIEWS
 from jaxact._jaxpr.read import variables_in
 from jaxact._plan.facts import ACTIVATION, STORED, input_facts, learn
 from jaxact._plan.forward import Forward
 from jaxact._plan.plan import (
-    OF_PARAMETERS,
-    REFERENCED,
-    STORED_INSIDE,
     Plan,
     Replay,
     is_coded,
     is_on_host,
 )
-from jaxact._policy import Decision, Policy
+from jaxact._policy import Policy
 from jaxact._residual import Provenance
 from jaxact._trace import Flat
 
@@ -50,8 +47,10 @@ def plan_each(forward: Forward, flat: Flat, policy: Policy, prefix: str) -> Plan
         decisions[v] = decision = _decide(v, what, facts, inputs, policy, largest)
         if isinstance(decision.action, Recompute):
             needs = _sources(v, producers, leaves)
-            if isinstance(needs, str):
-                decisions[v] = dataclasses.replace(decision, action=Exact(), why=needs)
+            if isinstance(needs, Reason):
+                decisions[v] = Decision(
+                    decision.residual, Exact(), needs, decision.rule
+                )
                 return
             for source in needs:
                 decide(source)
@@ -64,10 +63,9 @@ def plan_each(forward: Forward, flat: Flat, policy: Policy, prefix: str) -> Plan
         for v, d in decisions.items()
         if v not in again and is_coded(v, d.action, fact_of(facts, v), inputs)
     }
-    asked = any(d.why != OF_PARAMETERS for d in again.values())
+    asked = any(d.reason is not Reason.OF_PARAMETERS for d in again.values())
     if policy.recompute is not None or asked:
-        why = "others are recomputed from it"
-        coded = {v: d.biased(why) for v, d in coded.items()}
+        coded = {v: d.biased(Remark.RECOMPUTED_FROM) for v, d in coded.items()}
     return Plan(
         forward,
         coded,
@@ -83,29 +81,29 @@ def _decide(
 ) -> Decision:
     known = fact_of(facts, v)
     if known & STORED:
-        return Decision(what, Exact(), STORED_INSIDE)
+        return Decision(what, Exact(), Reason.STORED_INSIDE)
     if is_on_host(v):
-        return Decision(what, Exact(), "offloaded by the recompute policy")
+        return Decision(what, Exact(), Reason.ON_HOST)
     if not known & ACTIVATION:
         if v in inputs:
-            why = "an argument not named in activations" if known else REFERENCED
-            return Decision(what, Exact(), why)
+            reason = Reason.NOT_AN_ACTIVATION if known else Reason.REFERENCED
+            return Decision(what, Exact(), reason)
         if what.dtype == jnp.bool_:
             return policy.decide(what, largest=largest)
         action = Recompute() if what.primitive in VIEWS else Exact()
-        return Decision(what, action, OF_PARAMETERS)
+        return Decision(what, action, Reason.OF_PARAMETERS)
     return policy.decide(what, largest=largest)
 
 
-def _sources(v: Any, producers: Any, leaves: Collection[Any]) -> list[Any] | str:
+def _sources(v: Any, producers: Any, leaves: Collection[Any]) -> list[Any] | Reason:
     """Nearest inputs and residuals to recompute `v` from, or why there are none."""
     todo, seen, found = [v], {v}, []
     while todo:
         eqn = producers.get(todo.pop())
         if eqn is None:
-            return "an argument: there is nothing to recompute it from"
+            return Reason.ARGUMENT
         if eqn.effects:
-            return "not recomputed: that would repeat a side effect"
+            return Reason.SIDE_EFFECT
         for x in variables_in(eqn.invars):
             if x not in seen:
                 seen.add(x)

@@ -16,7 +16,8 @@ from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
 
 from jaxact._codec import is_stored_exactly
-from jaxact._policy import Decision, Policy
+from jaxact._decision import Decision
+from jaxact._policy import Policy
 from jaxact._trace import Flat
 
 mark_p = jex.Primitive("jaxact_residual")

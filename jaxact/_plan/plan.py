@@ -12,16 +12,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxact._codec import Action, Exact
+from jaxact._decision import Decision
 from jaxact._jaxpr.evaluate import bind, value_of
 from jaxact._jaxpr.read import variables_in
 from jaxact._jaxpr.rewrite import prune
 from jaxact._plan.facts import STORED
 from jaxact._plan.forward import Forward
-from jaxact._policy import Decision, Policy
-
-REFERENCED = "a parameter, referenced in place"
-OF_PARAMETERS = "made of parameters alone"
-STORED_INSIDE = "stored by a compressed call inside"
+from jaxact._policy import Policy
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -10,12 +10,13 @@ import numpy as np
 
 from jaxact._codec import Action, Exact
 from jaxact._compress import compress
+from jaxact._decision import Decision, Reason
 from jaxact._jaxpr.flow import fact_of, flow, union
 from jaxact._jaxpr.read import variables_in
 from jaxact._modules import find
 from jaxact._plan.forward import Forward, trace_forward
 from jaxact._plan.mark import mark_p
-from jaxact._policy import Decision, Policy, Rule
+from jaxact._policy import Policy, Rule
 from jaxact._report.by_module import ModuleRow, ModuleTable, module_table
 from jaxact._residual import Provenance
 from jaxact._tabular import Tabular
@@ -307,7 +308,7 @@ def _tabulate(forward: Forward, paths: Sequence[str]) -> ResidualTable:
             stored[mark] = stored.get(mark, 0) + size
         else:
             what = provenance.of(v)
-            kept = Decision(what, Exact(), "not in a compressed call")
+            kept = Decision(what, Exact(), Reason.OUTSIDE)
             outside.append(_row(kept, what.shape, size, size))
     inside = [_marked_row(*marks.found[m], size) for m, size in sorted(stored.items())]
     return ResidualTable((*inside, *outside), referenced, _unused(marks))
