@@ -11,9 +11,9 @@ import pytest
 
 import jaxact
 from examples.models import transformer
-from gpu_target import needs_target
 from jaxact._jaxpr.primitives import FUSED
 from jaxact._memory.compiling import compile_step
+from support.gpu_target import needs_target
 
 SIZE = transformer.Size(layers=3, batch=2, length=128, width=256, hidden=512)
 NAMED = jax.checkpoint_policies.save_only_these_names(*transformer.NAMES)

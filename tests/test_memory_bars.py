@@ -16,8 +16,8 @@ import pytest
 
 import jaxact
 from examples.models import transformer
-from gpu_target import needs_target
 from jaxact._memory.compiling import compile_step, measure
+from support.gpu_target import needs_target
 
 pytestmark = pytest.mark.slow
 

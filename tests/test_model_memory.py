@@ -14,8 +14,8 @@ import pytest
 
 import jaxact
 from examples.models import gpt
-from gpu_target import needs_target
 from jaxact._memory.compiling import compile_step
+from support.gpu_target import needs_target
 
 resnet = pytest.importorskip("examples.models.resnet")
 

@@ -11,7 +11,7 @@ from jaxact import Policy, Quantize
 from jaxact._jaxpr.compat import open_jaxpr, scan_counts
 from jaxact._jaxpr.opaque import opaque
 from jaxact._jaxpr.read import call_body
-from programs import same_bits
+from support.programs import same_bits
 
 X = jnp.linspace(-2.0, 2.0, 48).reshape(3, 16)
 WIDTH, BATCH, DEPTH = 32, 64, 3

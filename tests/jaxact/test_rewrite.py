@@ -10,7 +10,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxact._jaxpr.compat import open_jaxpr
 from jaxact._jaxpr.rewrite import Body, flatten, inlinable_body, jit_body, prune
-from programs import PROGRAMS, same_bits
+from support.programs import PROGRAMS, same_bits
 
 X = jnp.linspace(-2.0, 2.0, 12).reshape(3, 4)
 TABLE = np.arange(12.0, dtype=np.float32).reshape(3, 4)

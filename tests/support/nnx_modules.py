@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from wrapping import AS_WRITTEN, WIDTH, data
+from support.wrapping import AS_WRITTEN, WIDTH, data
 
 
 class Block(nnx.Module):

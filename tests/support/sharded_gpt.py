@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec as P
 
-root = Path(__file__).parent.parent
+root = Path(__file__).parents[2]
 sys.path[:0] = [str(root), str(root / "kernels"), str(root / "examples")]
 warnings.simplefilter("error")  # such as of a donated array that nothing can reuse
 

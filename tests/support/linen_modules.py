@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from wrapping import AS_WRITTEN, WIDTH, data
+from support.wrapping import AS_WRITTEN, WIDTH, data
 
 STREAMS = {"params": True, "dropout": True, "jaxact": True}
 AXES = {"params": 0, "batch_stats": 0, "intermediates": 0}

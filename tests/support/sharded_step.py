@@ -15,7 +15,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_disable_most_optimizations", True)  # LLVM's: half the time
 
 import jaxact  # noqa: E402
-from programs import PROGRAMS, relative_error, scalar  # noqa: E402
+from support.programs import PROGRAMS, relative_error, scalar  # noqa: E402
 
 P = jax.P
 mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
