@@ -16,7 +16,8 @@ import pytest
 
 import jaxact
 from examples.models import transformer
-from jaxact._memory.compiling import compile_step, measure
+from jaxact._memory.compiling import compile_step
+from jaxact._memory.memory import measure
 from support.gpu_target import needs_target
 
 pytestmark = pytest.mark.slow
