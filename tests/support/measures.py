@@ -124,7 +124,9 @@ def walk(*, backward: bool) -> list[str]:
         while frame is not None:
             files.append(frame.f_code.co_filename)
             frame = frame.f_back
-        seen.append([f for f in files[::-1] if {"jaxact", "jaxact_kernels"} & {*Path(f).parts}])
+        files = [words.__file__, *files]
+        ours = {"jaxact", "jaxact_kernels"}
+        seen.append([f for f in files[::-1] if ours & {*Path(f).parts}])
         return inner(*args, **kwargs)
 
     layer = jaxact.compress(lambda w, x: jnp.tanh(x @ w), activations="x")
