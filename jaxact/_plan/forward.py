@@ -9,8 +9,29 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jex
 
 from jaxact._jaxpr.compat import open_jaxpr
+from jaxact._jaxpr.rewrite import with_outputs
+from jaxact._jaxpr.types import Atom, Eqn, Jaxpr, Var
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Backward:
+    """The backward program as it would run on exact residuals.
+
+    Attributes:
+      residuals: its variable (or literal) for each residual, in the order of the
+        forward program's.
+      cotangents: of the outputs that can have one.
+      eqns: what it computes.
+    """
+
+    residuals: tuple[Atom, ...]
+    cotangents: tuple[Var, ...]
+    eqns: tuple[Eqn, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -22,12 +43,14 @@ class Forward:
         call's outputs, then the residuals.
       num_outputs: of the call.
       vjp_tree: rebuilds the backward function from the residuals.
+      backward: what that function computes.
     """
 
-    jaxpr: Any
+    jaxpr: Jaxpr
     consts: Sequence[Any]
     num_outputs: int
     vjp_tree: Any
+    backward: Backward
 
     @property
     def residuals(self) -> list[Any]:
@@ -48,24 +71,48 @@ def with_active(
     return [next(others) if a else v for v, a in zip(values, is_active, strict=True)]
 
 
+# Stands for the cotangent of an output while the backward program is only traced.
+cotangent_p = jex.Primitive("jaxact_cotangent")
+cotangent_p.def_abstract_eval(lambda aval: aval)
+
+
 def trace_forward(
     run: Callable[..., list[Any]],
     seed: Any,
     values: Sequence[Any],
     is_active: Sequence[bool],
 ) -> Forward:
-    """Trace the vjp of `run(seed, *values)` for the active values."""
-    found: dict[str, Any] = {}
+    """Trace the vjp of `run(seed, *values)` for the active values, and its use."""
+    counts: dict[str, int] = {}
+    trees: list[Any] = []
 
     def forward(seed: Any, *values: Any) -> list[Any]:
         def of_active(*xs: Any) -> list[Any]:
             return run(seed, *with_active(values, is_active, xs))
 
         out, vjp = jax.vjp(of_active, *active_of(values, is_active))
-        leaves, found["tree"] = jax.tree.flatten(vjp)
-        found["num_outputs"] = len(out)
-        return [*out, *leaves]
+        leaves, tree = jax.tree.flatten(vjp)
+        counts.update(outputs=len(out), residuals=len(leaves))
+        trees.append(tree)
+        gradients = jax.tree.leaves(vjp([_cotangent(x) for x in out]))
+        exist = [g for g in gradients if g.dtype != jax.dtypes.float0]
+        return [*out, *leaves, *exist]
 
-    closed = jax.make_jaxpr(forward)(seed, *values)
-    jaxpr, consts = open_jaxpr(closed)
-    return Forward(jaxpr, tuple(consts), found["num_outputs"], found["tree"])
+    jaxpr, consts = open_jaxpr(jax.make_jaxpr(forward)(seed, *values))
+    eqns, outvars = list(jaxpr.eqns), jaxpr.outvars
+    is_cotangent = [eqn.primitive is cotangent_p for eqn in eqns]
+    end = is_cotangent.index(True) if any(is_cotangent) else len(eqns)
+    stop = counts["outputs"] + counts["residuals"]
+    backward = Backward(
+        tuple(outvars[counts["outputs"] : stop]),
+        tuple(v for eqn in eqns if eqn.primitive is cotangent_p for v in eqn.outvars),
+        tuple(eqn for eqn in eqns[end:] if eqn.primitive is not cotangent_p),
+    )
+    jaxpr = with_outputs(jaxpr, eqns[:end], outvars[:stop])
+    return Forward(jaxpr, tuple(consts), counts["outputs"], trees[0], backward)
+
+
+def _cotangent(x: Any) -> Any:
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        return cotangent_p.bind(x)
+    return np.zeros(x.shape, jax.dtypes.float0)

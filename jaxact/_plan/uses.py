@@ -1,0 +1,214 @@
+"""How a backward program uses the residuals that are rounded.
+
+A backward program is linear in its cotangents. Where it only multiplies them with
+residuals, a residual that is rounded without bias leaves the gradient unbiased. Where
+it computes something nonlinear from one (a checkpoint or a custom rule that computes
+values again), the gradient is biased; where it divides by one or solves with one, the
+noise has no bound. Both are read off the program itself, however deep in calls, loops
+and branches they happen.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from jaxact._jaxpr.compat import custom_vjp_body, open_jaxpr, scan_counts
+from jaxact._jaxpr.primitives import (
+    ELEMENTWISE,
+    FACTORIZATIONS,
+    JOINS,
+    MATMULS,
+    MOVES,
+    SELECTIONS,
+    SOLVERS,
+)
+from jaxact._jaxpr.read import call_body, is_float, is_literal
+from jaxact._jaxpr.types import Atom, ClosedJaxpr, Eqn, Var
+
+# Linear in all floating operands together.
+_LINEAR = (
+    frozenset(
+        "add sub neg add_any select_n reduce_sum cumsum reduce_window_sum real imag "
+        "conj complex fft dynamic_update_slice scatter scatter-add scatter_add psum "
+        "psum_invariant all_gather all_to_all ppermute reduce_scatter pbroadcast pvary "
+        "device_put tile jaxact_pick jaxact_residual".split()
+    )
+    | MOVES
+    | JOINS
+    | SELECTIONS
+)
+_BILINEAR = MATMULS | frozenset(["mul", "ragged_dot", "ragged_dot_general"])
+# A power of two or more of one value.
+_SQUARES = frozenset(["square", "one_minus_square"])
+# Their slopes have poles, or grow without bound towards the end of their domain.
+_POLES = frozenset(
+    "log log1p sqrt rsqrt cbrt pow asin acos acosh atanh erf_inv lgamma digamma "
+    "tan".split()
+)
+# Tell infinity or NaN from a number, which rounding does not change.
+_TESTS = frozenset(["is_finite"])
+# Depends on a cotangent. The other bits of a value say which roundings are in it.
+COTANGENT = 1
+
+
+@dataclasses.dataclass
+class Uses:
+    """Roundings by how a program uses them; each attribute is a set of bits.
+
+    Attributes:
+      repeated: a path multiplies with the rounded value more than once, as the
+        Jacobians of a softmax and of a norm do: the mean gradient is exact but for
+        terms of second order in the rounding.
+      nonlinear: something nonlinear is computed from it.
+      divided: something is divided by it or solved with it, or its logarithm, root or
+        inverse is taken: the noise has no bound.
+    """
+
+    repeated: int = 0
+    nonlinear: int = 0
+    divided: int = 0
+
+
+def find_uses(
+    eqns: Sequence[Eqn], cotangents: Sequence[Atom], roundings: Mapping[Var, int]
+) -> Uses:
+    """How a backward program uses the residuals it reads.
+
+    Args:
+      eqns: the program.
+      cotangents: what it is linear in.
+      roundings: for each residual the bits, from 2 on, of the roundings in it.
+    """
+    uses = Uses()
+    bits = {v: COTANGENT for v in cotangents if not is_literal(v)} | dict(roundings)
+    _walk(eqns, bits, uses)
+    uses.repeated &= ~COTANGENT
+    uses.nonlinear &= ~COTANGENT
+    uses.divided &= ~COTANGENT
+    return uses
+
+
+def _walk(eqns: Sequence[Eqn], bits: dict[Var, int], uses: Uses) -> None:
+    """Follow the bits through a program, and note the uses."""
+    for eqn in eqns:
+        operands = [_bits_of(v, bits) for v in eqn.invars]
+        if any(operands):
+            results = _results(eqn, operands, uses)
+            bits.update(zip(eqn.outvars, results, strict=True))
+
+
+def _bits_of(v: Atom, bits: Mapping[Var, int]) -> int:
+    return 0 if is_literal(v) else bits.get(v, 0)
+
+
+def _results(eqn: Eqn, operands: Sequence[int], uses: Uses) -> list[int]:
+    """The bits of the results of one equation."""
+    name = eqn.primitive.name
+    if name == "optimization_barrier":
+        return list(operands)
+    if name == "scan":
+        return _loop(eqn, operands, uses)
+    if name == "while":
+        return _while_loop(eqn, operands, uses)
+    if name == "cond":
+        uses.nonlinear |= operands[0]
+        branches = [_inside(b, operands[1:], uses) for b in eqn.params["branches"]]
+        return [_union(results) for results in zip(*branches, strict=True)]
+    body = _body(eqn)
+    if body is not None:
+        return _inside(body, operands, uses)
+    result = _elementary(eqn, operands, uses)
+    return [_settled(v, name, result, uses) for v in eqn.outvars]
+
+
+def _settled(v: Var, name: str, bits: int, uses: Uses) -> int:
+    """The bits of a result: an integer or a mask made from a rounded value has none."""
+    if is_float(v):
+        return bits
+    if name not in _TESTS:
+        uses.nonlinear |= bits
+    return 0
+
+
+def _elementary(eqn: Eqn, operands: Sequence[int], uses: Uses) -> int:
+    """The bits of the results of an equation without a program inside."""
+    name, result = eqn.primitive.name, _union(operands)
+    if name in _LINEAR or name in _TESTS:
+        return result
+    if name in _BILINEAR:
+        uses.repeated |= operands[0] & operands[1] & ~COTANGENT
+    elif name == "div":
+        uses.divided |= operands[1]
+    elif name in _SQUARES or (name == "integer_pow" and eqn.params["y"] > 1):
+        uses.repeated |= result
+    elif name in _POLES or name in FACTORIZATIONS or name == "integer_pow":
+        uses.divided |= result
+    elif name == "triangular_solve":
+        uses.divided |= operands[0]
+    else:
+        # An elementwise function bends a cotangent with its noise too (a custom rule
+        # that clips gradients). Else it is not understood, such as a kernel: linear in
+        # cotangents by contract, and in nothing else.
+        residuals = _union([b for b in operands if not b & COTANGENT])
+        if name in SOLVERS:
+            uses.divided |= residuals
+        elif name in ELEMENTWISE:
+            uses.nonlinear |= result
+        else:
+            uses.nonlinear |= residuals
+    return result
+
+
+def _body(eqn: Eqn) -> ClosedJaxpr | None:
+    """The program that an equation evaluates once on its operands, if it does."""
+    body = call_body(eqn)
+    if body is None:
+        body = custom_vjp_body(eqn)
+    if body is None and eqn.primitive.name == "shard_map":
+        body = eqn.params["jaxpr"]
+    return body
+
+
+def _inside(body: ClosedJaxpr, operands: Sequence[int], uses: Uses) -> list[int]:
+    jaxpr, _ = open_jaxpr(body)
+    bits = dict(zip(jaxpr.invars, operands, strict=True))
+    _walk(jaxpr.eqns, bits, uses)
+    return [_bits_of(v, bits) for v in jaxpr.outvars]
+
+
+def _loop(eqn: Eqn, operands: Sequence[int], uses: Uses) -> list[int]:
+    """A scan, at the fixed point of its carry.
+
+    What one step leaves in the carry meets the next step's residuals, which have the
+    same bits: such products count as repeated, as they are for a constant of the loop.
+    """
+    num_consts, num_carry = scan_counts(eqn)
+    inputs, carry = list(operands), slice(num_consts, num_consts + num_carry)
+    while True:  # ends: bits are only added, and there are finitely many
+        results = _inside(eqn.params["jaxpr"], inputs, uses)
+        joined = [a | b for a, b in zip(inputs[carry], results, strict=False)]
+        if joined == inputs[carry]:
+            return results
+        inputs[carry] = joined
+
+
+def _while_loop(eqn: Eqn, operands: Sequence[int], uses: Uses) -> list[int]:
+    """A loop whose condition and body have constants of their own."""
+    num_test, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    test_consts = list(operands[:num_test])
+    body_consts = list(operands[num_test : num_test + num_body])
+    carry = list(operands[num_test + num_body :])
+    while True:  # ends, as above
+        results = _inside(eqn.params["body_jaxpr"], [*body_consts, *carry], uses)
+        joined = [a | b for a, b in zip(carry, results, strict=True)]
+        if joined == carry:
+            break
+        carry = joined
+    _inside(eqn.params["cond_jaxpr"], [*test_consts, *carry], uses)
+    return carry
+
+
+def _union(bits: Sequence[int]) -> int:
+    out = 0
+    for some in bits:
+        out |= some
+    return out

@@ -1,0 +1,113 @@
+"""How backward programs use what they keep, told apart by small programs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from jaxact._jaxpr.compat import open_jaxpr
+from jaxact._jaxpr.read import is_float, variables_in
+from jaxact._plan.forward import trace_forward
+from jaxact._plan.uses import find_uses
+
+X = jnp.linspace(0.1, 2.0, 12).reshape(3, 4)
+W = jnp.linspace(-1.0, 1.0, 16).reshape(4, 4)
+
+
+def uses(f, *args, alike=False):
+    """Whether any residual of f is used (repeatedly, nonlinearly, as a divisor).
+
+    `alike`: all are computed from one rounded value.
+    """
+    run = lambda _, *values: [f(*values)]
+    forward = trace_forward(run, np.uint32(0), args, [True] * len(args))
+    residuals = variables_in(forward.backward.residuals)
+    bits = {v: 2 if alike else 2 << i for i, v in enumerate(residuals) if is_float(v)}
+    backward = forward.backward
+    found = find_uses(backward.eqns, backward.cotangents, bits)
+    return tuple(map(bool, (found.repeated, found.nonlinear, found.divided)))
+
+
+@jax.custom_vjp
+def cubed(x):
+    return x**3
+
+
+cubed.defvjp(lambda x: (x**3, x), lambda x, ct: (3 * jnp.exp(2 * jnp.log(x)) * ct,))
+
+LINEAR = (False, False, False)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x, w: jnp.sin(x) @ w,
+        lambda x, w: jnp.where(x > 1, x, 0) * x,
+        lambda x, w: jnp.exp(x).sum(0),
+        lambda x, w: lax.cond(True, lambda y: jnp.sin(y) @ w, lambda y: y @ w, x),
+        lambda x, w: lax.scan(lambda c, y: (c + y, y * w[0]), jnp.zeros(4), x)[1],
+        lambda x, w: jnp.sort(x, axis=0) * 2,
+    ],
+)
+def test_products_with_a_cotangent_are_linear(f):
+    assert uses(f, X, W) == LINEAR
+
+
+def test_a_norm_and_a_softmax_use_a_value_twice():
+    softmax = lambda x: jax.nn.softmax(x)
+    norm = lambda x: (
+        (x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True))
+    )
+    assert uses(softmax, X) == (True, False, False)
+    repeated, nonlinear, _ = uses(norm, X, alike=True)
+    assert repeated and not nonlinear
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda f: f,
+        jax.jit,
+        lambda f: lambda x: lax.cond(x.sum() > 0, f, lambda y: 2 * y, x),
+        lambda f: lambda x: lax.switch(1, [lambda y: y, f], x),
+        lambda f: lambda x: lax.scan(lambda c, y: (c, f(y)), 0.0, x)[1],
+        lambda f: jax.jit(f, donate_argnums=0),
+    ],
+    ids=["plain", "jit", "cond", "switch", "scan", "donating"],
+)
+@pytest.mark.parametrize(
+    "f",
+    [jax.checkpoint(lambda x: jnp.exp(jnp.sin(x))), cubed],
+    ids=["checkpoint", "custom_vjp"],
+)
+def test_recomputing_is_nonlinear_wherever_it_is(f, wrap):
+    _, nonlinear, divided = uses(wrap(f), X)
+    assert nonlinear or divided
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x, w: jnp.linalg.solve(w + 4 * jnp.eye(4), x.T),
+        lambda x, w: lax.cond(
+            True, lambda y: jnp.linalg.solve(w + 4 * jnp.eye(4), y), lambda y: y, x.T
+        ),
+        lambda x, w: jax.scipy.special.xlogy(x, x),
+        jax.checkpoint(lambda x, w: jnp.log(x)),
+    ],
+)
+def test_solving_and_dividing_have_no_bound(f):
+    assert uses(f, X, W)[2]
+
+
+def test_forward_program_is_the_forward_program():
+    run = lambda _, x: [jnp.sin(x) * 2]
+    forward = trace_forward(run, np.uint32(0), [X], [True])
+    out, *residuals = jax.core.eval_jaxpr(forward.jaxpr, forward.consts, 0, X)
+    np.testing.assert_array_equal(out, jnp.sin(X) * 2)
+    vjp = jax.tree.unflatten(forward.vjp_tree, residuals)
+    expected = jax.vjp(lambda x: jnp.sin(x) * 2, X)[1](X)
+    np.testing.assert_array_equal(vjp([X])[0], expected[0])
+    jaxpr, _ = open_jaxpr(jax.make_jaxpr(lambda x: jnp.sin(x) * 2)(X))
+    assert "cotangent" not in str(forward.jaxpr) and jaxpr.eqns
