@@ -18,12 +18,17 @@ W = jnp.linspace(-1.0, 1.0, 16).reshape(4, 4)
 def uses(f, *args, alike=False):
     """Whether any residual of f is used (repeatedly, nonlinearly, as a divisor).
 
-    `alike`: all are computed from one rounded value.
+    `alike`: those of the shape of X are computed from one rounded value, the others
+    (row statistics) are exact.
     """
     run = lambda _, *values: [f(*values)]
     forward = trace_forward(run, np.uint32(0), args, [True] * len(args))
     residuals = variables_in(forward.backward.residuals)
-    bits = {v: 2 if alike else 2 << i for i, v in enumerate(residuals) if is_float(v)}
+    bits = {
+        v: 2 if alike else 2 << i
+        for i, v in enumerate(residuals)
+        if is_float(v) and (not alike or v.aval.shape == X.shape)
+    }
     backward = forward.backward
     found = find_uses(backward.eqns, backward.cotangents, bits)
     return tuple(map(bool, (found.repeated, found.nonlinear, found.divided)))
@@ -59,9 +64,9 @@ def test_a_norm_and_a_softmax_use_a_value_twice():
     norm = lambda x: (
         (x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True))
     )
-    assert uses(softmax, X) == (True, False, False)
-    repeated, nonlinear, _ = uses(norm, X, alike=True)
-    assert repeated and not nonlinear
+    for f in (softmax, norm):
+        repeated, nonlinear, divided = uses(f, X, alike=True)
+        assert repeated and not nonlinear and not divided
 
 
 @pytest.mark.parametrize(
