@@ -163,8 +163,8 @@ def _settle(
     is_large = is_float(v) and not _is_small(v, largest)
     if is_large and is_activation(v):
         is_statistic = eqn.primitive.name in REDUCTIONS
-        # Costlier than a byte for each element: worth a codec. The normal noise of a
-        # variational autoencoder is exact, but not made again for free.
+        # Costlier than a byte for each element: worth a codec. A look-up in a table as
+        # a product with one-hot rows.
         if min(cost, keep) > v.aval.size and not is_statistic:
             return False
     classes.cost[v] = min(cost, keep)

@@ -158,7 +158,7 @@ def _joins(eqn: Eqn, depends: Predicate) -> bool:
 def _levels(jaxpr: Jaxpr, depends: Predicate) -> dict[Var, int]:
     """The level of each variable; elementwise results as late as their users allow.
 
-    Late: the gate of a GLU gets the level of the product that reads it.
+    Late: in silu(x) * (x @ w), the SiLU joins the product that reads it.
     """
     level: dict[Var, int] = {}
     joins = [_joins(eqn, depends) for eqn in jaxpr.eqns]

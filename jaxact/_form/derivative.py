@@ -83,8 +83,8 @@ def elimination_order(
     outs = set(cluster.outs)
     # From the outputs back: it leaves few paths side by side to add up.
     order, after = _eliminated(edges, [v for v in edges if v not in outs][::-1], fresh)
-    # A product of two activations may be better left: its slopes are its operands,
-    # which may be stored anyway.
+    # Leaving a vertex with several operands can be cheaper, where a slope stays a value
+    # of the program: a SiLU behind a norm's gain, the gates of a GRU.
     for v in [v for v in order if len(edges[v]) > 1]:
         fewer, cost = _eliminated(edges, [u for u in order if u is not v], fresh)
         if cost < after:

@@ -51,7 +51,7 @@ def slopes_of(
         is_minus = {"sub": {1}, "neg": {0}}.get(name, set())
         return out, [-1 if i in is_minus else 1 for i in moving]
     slopes = [_slope(eqn, inputs, i) for i in moving]
-    if is_piecewise_linear(eqn):  # a ReLU: both the bit and the slope are its gate
+    if is_piecewise_linear(eqn):  # max, clamp and abs: 0, 1, -1, or 1/2 at a tie
         return out, [Gated(slope != 0, slope) for slope in slopes]
     return out, list(slopes)
 
