@@ -23,6 +23,7 @@ class Reason(enum.Enum):
     STORED_INSIDE = "stored by a compressed call inside"
     ON_HOST = "offloaded by the recompute policy"
     SOLVED_WITH = "solved with, or a factorization"
+    DIVIDED_BY = "something is divided by it, or its logarithm or root is taken"
     ARGUMENT = "an argument: there is nothing to recompute it from"
     SIDE_EFFECT = "not recomputed: that would repeat a side effect"
     OUTSIDE = "not in a compressed call"
@@ -68,6 +69,12 @@ class Decision:
     def with_remark(self, remark: Remark) -> "Decision":
         """The same, with one more remark."""
         return dataclasses.replace(self, remarks=(*self.remarks, remark))
+
+    def repeated(self) -> "Decision":
+        """The same for a residual that a path of the backward pass uses twice."""
+        if self.bias is not Bias.UNBIASED:
+            return self
+        return dataclasses.replace(self, bias=Bias.FIRST_ORDER)
 
     def biased(self, remark: Remark) -> "Decision":
         """The same for a residual that something nonlinear is computed from."""

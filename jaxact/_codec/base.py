@@ -12,6 +12,9 @@ class Bias(enum.StrEnum):
 
     EXACT = "exact"  # every draw is the exact gradient
     UNBIASED = "unbiased"  # noise of mean zero
+    # A path multiplies with it twice (softmax, norms): noise of mean zero but for terms
+    # of second order in the rounding.
+    FIRST_ORDER = "unbiased to first order"
     BIASED = "biased"  # something nonlinear is computed from rounded values
 
 

@@ -1,28 +1,32 @@
 """Read the parts of a traced program."""
 
 from collections.abc import Hashable, Sequence
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex
 
-from jaxact._jaxpr.compat import open_jaxpr
+from jaxact._jaxpr.compat import custom_vjp_body, open_jaxpr
 from jaxact._jaxpr.primitives import (
     CALL_BODIES,
+    CUSTOM_RULES,
     ELEMENTWISE,
     LINEAR,
     PIECEWISE,
     STEPS,
 )
-from jaxact._jaxpr.types import Atom, Eqn, Literal
+from jaxact._jaxpr.types import Atom, ClosedJaxpr, Eqn, Literal, Var
+
+# Explicit ones, of bfloat16.
+_MANTISSA_BITS = 7
 
 
 def is_literal(v: Atom) -> TypeGuard[Literal]:
     return isinstance(v, jex.Literal)
 
 
-def variables_in(atoms: Sequence[Any]) -> list[Any]:
+def variables_in(atoms: Sequence[Atom]) -> list[Var]:
     """The variables among variables and literals."""
     return [v for v in atoms if not is_literal(v)]
 
@@ -39,7 +43,7 @@ def literal_key(v: Atom) -> Hashable:
     return v.aval.shape, v.aval.dtype, np.asarray(v.val).tobytes()
 
 
-def call_body(eqn: Any) -> Any | None:
+def call_body(eqn: Eqn) -> ClosedJaxpr | None:
     """The body of a call equation, if its inputs and outputs map one to one."""
     key = CALL_BODIES.get(eqn.primitive.name)
     closed = None if key is None else eqn.params.get(key)
@@ -48,6 +52,11 @@ def call_body(eqn: Any) -> Any | None:
     jaxpr, _ = open_jaxpr(closed)
     same = len(jaxpr.invars) == len(eqn.invars)
     return closed if same and len(jaxpr.outvars) == len(eqn.outvars) else None
+
+
+def has_custom_rule(eqn: Eqn) -> bool:
+    """Whether an equation calls a `jax.checkpoint` or a `custom_vjp`."""
+    return eqn.primitive.name in CUSTOM_RULES or custom_vjp_body(eqn) is not None
 
 
 def names_inside(eqn: Eqn) -> frozenset[str]:
@@ -72,3 +81,20 @@ def is_elementwise(eqn: Eqn) -> bool:
 def is_piecewise_linear(eqn: Eqn) -> bool:
     """Whether its derivative, where it has one, is a constant or an exact choice."""
     return names_inside(eqn) <= LINEAR | PIECEWISE | STEPS
+
+
+def loses_precision(eqn: Eqn) -> bool:
+    """Whether it rounds a value to fewer significant bits than bfloat16 has.
+
+    Fake quantization and float8 training do: a function with large steps, which is not
+    affine in its operand.
+    """
+    name = eqn.primitive.name
+    if name == "reduce_precision":
+        return eqn.params["mantissa_bits"] < _MANTISSA_BITS
+    if name != "convert_element_type" or not is_float(eqn.invars[0]):
+        return False
+    dtype = eqn.outvars[0].aval.dtype
+    return not jnp.issubdtype(dtype, jnp.inexact) or (
+        jnp.finfo(dtype).nmant < _MANTISSA_BITS
+    )

@@ -6,7 +6,7 @@ outputs followed by the residuals, so where each residual comes from can be read
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,9 @@ from jax.extend import core as jex
 
 from jaxact._jaxpr.compat import open_jaxpr
 from jaxact._jaxpr.rewrite import with_outputs
-from jaxact._jaxpr.types import Atom, Eqn, Jaxpr, Var
+from jaxact._jaxpr.types import Array, Atom, Eqn, Jaxpr, Var
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -43,29 +45,29 @@ class Forward:
         call's outputs, then the residuals.
       num_outputs: of the call.
       vjp_tree: rebuilds the backward function from the residuals.
-      backward: what that function computes.
+      backward: the equations of that function.
     """
 
     jaxpr: Jaxpr
-    consts: Sequence[Any]
+    consts: Sequence[Array]
     num_outputs: int
     vjp_tree: Any
     backward: Backward
 
     @property
-    def residuals(self) -> list[Any]:
+    def residuals(self) -> list[Atom]:
         """One variable (or literal) for each residual, in the order of `vjp_tree`."""
         return list(self.jaxpr.outvars[self.num_outputs :])
 
 
-def active_of(values: Sequence[Any], is_active: Sequence[bool]) -> list[Any]:
+def active_of(values: Sequence[T], is_active: Sequence[bool]) -> list[T]:
     """The values that are differentiated."""
     return [v for v, a in zip(values, is_active, strict=True) if a]
 
 
 def with_active(
-    values: Sequence[Any], is_active: Sequence[bool], active: Sequence[Any]
-) -> list[Any]:
+    values: Sequence[T], is_active: Sequence[bool], active: Sequence[T]
+) -> list[T]:
     """`values`, with others in the active places."""
     others = iter(active)
     return [next(others) if a else v for v, a in zip(values, is_active, strict=True)]
@@ -78,16 +80,16 @@ cotangent_p.def_abstract_eval(lambda aval: aval)
 
 def trace_forward(
     run: Callable[..., list[Any]],
-    seed: Any,
-    values: Sequence[Any],
+    seed: Array,
+    values: Sequence[Array],
     is_active: Sequence[bool],
 ) -> Forward:
     """Trace the vjp of `run(seed, *values)` for the active values, and its use."""
     counts: dict[str, int] = {}
     trees: list[Any] = []
 
-    def forward(seed: Any, *values: Any) -> list[Any]:
-        def of_active(*xs: Any) -> list[Any]:
+    def forward(seed: Array, *values: Array) -> list[Any]:
+        def of_active(*xs: Array) -> list[Any]:
             return run(seed, *with_active(values, is_active, xs))
 
         out, vjp = jax.vjp(of_active, *active_of(values, is_active))
@@ -112,7 +114,7 @@ def trace_forward(
     return Forward(jaxpr, tuple(consts), counts["outputs"], trees[0], backward)
 
 
-def _cotangent(x: Any) -> Any:
+def _cotangent(x: Array) -> Any:
     if jnp.issubdtype(x.dtype, jnp.inexact):
         return cotangent_p.bind(x)
     return np.zeros(x.shape, jax.dtypes.float0)

@@ -9,7 +9,10 @@ and branches they happen.
 """
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from jaxact._jaxpr.compat import custom_vjp_body, open_jaxpr, scan_counts
 from jaxact._jaxpr.primitives import (
@@ -21,7 +24,13 @@ from jaxact._jaxpr.primitives import (
     SELECTIONS,
     SOLVERS,
 )
-from jaxact._jaxpr.read import call_body, is_float, is_literal
+from jaxact._jaxpr.read import (
+    call_body,
+    is_float,
+    is_literal,
+    loses_precision,
+    variables_in,
+)
 from jaxact._jaxpr.types import Atom, ClosedJaxpr, Eqn, Var
 
 # Linear in all floating operands together.
@@ -46,8 +55,39 @@ _POLES = frozenset(
 )
 # Tell infinity or NaN from a number, which rounding does not change.
 _TESTS = frozenset(["is_finite"])
-# Depends on a cotangent. The other bits of a value say which roundings are in it.
-COTANGENT = 1
+
+
+class Value(NamedTuple):
+    """The roundings in a value, as sets of bits.
+
+    Attributes:
+      linear: of rounded values that it is affine in, and of those that a cotangent was
+        multiplied with.
+      bent: of those that something nonlinear was computed from on the way.
+      has_cotangent: whether it depends on a cotangent.
+    """
+
+    linear: int = 0
+    bent: int = 0
+    has_cotangent: bool = False
+
+    @property
+    def bits(self) -> int:
+        return self.linear | self.bent
+
+    def __or__(self, other: "Value") -> "Value":  # pyright: ignore
+        return Value(
+            self.linear | other.linear,
+            self.bent | other.bent,
+            self.has_cotangent or other.has_cotangent,
+        )
+
+    def after_nonlinear(self) -> "Value":
+        return Value(0, self.bits, self.has_cotangent)
+
+
+_NONE = Value()
+_Values = dict[Var, Value]
 
 
 @dataclasses.dataclass
@@ -59,13 +99,15 @@ class Uses:
         Jacobians of a softmax and of a norm do: the mean gradient is exact but for
         terms of second order in the rounding.
       nonlinear: something nonlinear is computed from it.
-      divided: something is divided by it or solved with it, or its logarithm, root or
-        inverse is taken: the noise has no bound.
+      divided: something is divided by it, or its logarithm, root or inverse is taken:
+        the noise has no bound.
+      solved: it is a matrix that is factorized or solved with: nor has it here.
     """
 
     repeated: int = 0
     nonlinear: int = 0
     divided: int = 0
+    solved: int = 0
 
 
 def find_uses(
@@ -75,42 +117,40 @@ def find_uses(
 
     Args:
       eqns: the program.
-      cotangents: what it is linear in.
-      roundings: for each residual the bits, from 2 on, of the roundings in it.
+      cotangents: the variables that it is linear in.
+      roundings: for each residual, a set of bits: the roundings in it.
     """
     uses = Uses()
-    bits = {v: COTANGENT for v in cotangents if not is_literal(v)} | dict(roundings)
-    _walk(eqns, bits, uses)
-    uses.repeated &= ~COTANGENT
-    uses.nonlinear &= ~COTANGENT
-    uses.divided &= ~COTANGENT
+    values = {v: Value(has_cotangent=True) for v in variables_in(cotangents)}
+    values |= {v: Value(bits) for v, bits in roundings.items()}
+    _walk(eqns, values, uses)
     return uses
 
 
-def _walk(eqns: Sequence[Eqn], bits: dict[Var, int], uses: Uses) -> None:
-    """Follow the bits through a program, and note the uses."""
+def _walk(eqns: Sequence[Eqn], values: _Values, uses: Uses) -> None:
+    """Follow the roundings through a program, and note the uses."""
     for eqn in eqns:
-        operands = [_bits_of(v, bits) for v in eqn.invars]
-        if any(operands):
+        operands = [_value_of(v, values) for v in eqn.invars]
+        if any(operand != _NONE for operand in operands):
             results = _results(eqn, operands, uses)
-            bits.update(zip(eqn.outvars, results, strict=True))
+            values.update(zip(eqn.outvars, results, strict=True))
 
 
-def _bits_of(v: Atom, bits: Mapping[Var, int]) -> int:
-    return 0 if is_literal(v) else bits.get(v, 0)
+def _value_of(v: Atom, values: _Values) -> Value:
+    return _NONE if is_literal(v) else values.get(v, _NONE)
 
 
-def _results(eqn: Eqn, operands: Sequence[int], uses: Uses) -> list[int]:
-    """The bits of the results of one equation."""
+def _results(eqn: Eqn, operands: Sequence[Value], uses: Uses) -> list[Value]:
+    """The roundings in the results of one equation."""
     name = eqn.primitive.name
     if name == "optimization_barrier":
         return list(operands)
     if name == "scan":
-        return _loop(eqn, operands, uses)
+        return _scan(eqn, operands, uses)
     if name == "while":
-        return _while_loop(eqn, operands, uses)
+        return _while(eqn, operands, uses)
     if name == "cond":
-        uses.nonlinear |= operands[0]
+        uses.nonlinear |= operands[0].bits
         branches = [_inside(b, operands[1:], uses) for b in eqn.params["branches"]]
         return [_union(results) for results in zip(*branches, strict=True)]
     body = _body(eqn)
@@ -120,42 +160,44 @@ def _results(eqn: Eqn, operands: Sequence[int], uses: Uses) -> list[int]:
     return [_settled(v, name, result, uses) for v in eqn.outvars]
 
 
-def _settled(v: Var, name: str, bits: int, uses: Uses) -> int:
-    """The bits of a result: an integer or a mask made from a rounded value has none."""
+def _settled(v: Var, name: str, result: Value, uses: Uses) -> Value:
+    """A result: an integer or a mask made from a rounded value carries none further."""
     if is_float(v):
-        return bits
+        return result
     if name not in _TESTS:
-        uses.nonlinear |= bits
-    return 0
+        uses.nonlinear |= result.bits
+    return _NONE
 
 
-def _elementary(eqn: Eqn, operands: Sequence[int], uses: Uses) -> int:
-    """The bits of the results of an equation without a program inside."""
+def _elementary(eqn: Eqn, operands: Sequence[Value], uses: Uses) -> Value:
+    """The roundings in the results of an equation without a program inside."""
     name, result = eqn.primitive.name, _union(operands)
-    if name in _LINEAR or name in _TESTS:
+    if (name in _LINEAR and not loses_precision(eqn)) or name in _TESTS:
         return result
     if name in _BILINEAR:
-        uses.repeated |= operands[0] & operands[1] & ~COTANGENT
-    elif name == "div":
-        uses.divided |= operands[1]
-    elif name in _SQUARES or (name == "integer_pow" and eqn.params["y"] > 1):
-        uses.repeated |= result
-    elif name in _POLES or name in FACTORIZATIONS or name == "integer_pow":
-        uses.divided |= result
-    elif name == "triangular_solve":
-        uses.divided |= operands[0]
-    else:
-        # An elementwise function bends a cotangent with its noise too (a custom rule
-        # that clips gradients). Else it is not understood, such as a kernel: linear in
-        # cotangents by contract, and in nothing else.
-        residuals = _union([b for b in operands if not b & COTANGENT])
-        if name in SOLVERS:
-            uses.divided |= residuals
-        elif name in ELEMENTWISE:
-            uses.nonlinear |= result
-        else:
-            uses.nonlinear |= residuals
-    return result
+        uses.repeated |= operands[0].bits & operands[1].bits
+        return result
+    if name == "div":
+        uses.divided |= operands[1].linear
+        uses.nonlinear |= operands[1].bits
+        return operands[0] | operands[1].after_nonlinear()
+    if name in _SQUARES or (name == "integer_pow" and eqn.params["y"] > 1):
+        uses.repeated |= result.bits
+        return result.after_nonlinear()
+    if name in _POLES or name == "integer_pow":
+        uses.divided |= result.linear
+        uses.nonlinear |= result.bits
+        return result.after_nonlinear()
+    # Not understood, such as a kernel: linear in cotangents by contract, and in nothing
+    # else. An elementwise function, though, bends a cotangent with its noise too (a
+    # custom rule that clips gradients).
+    everything = name in ELEMENTWISE
+    residuals = [o for o in operands if everything or not o.has_cotangent]
+    known = _union(residuals[:1] if name == "triangular_solve" else residuals)
+    if name in SOLVERS or name in FACTORIZATIONS:
+        uses.solved |= known.bits
+    uses.nonlinear |= known.bits
+    return result | known.after_nonlinear()
 
 
 def _body(eqn: Eqn) -> ClosedJaxpr | None:
@@ -168,14 +210,14 @@ def _body(eqn: Eqn) -> ClosedJaxpr | None:
     return body
 
 
-def _inside(body: ClosedJaxpr, operands: Sequence[int], uses: Uses) -> list[int]:
+def _inside(body: ClosedJaxpr, operands: Sequence[Value], uses: Uses) -> list[Value]:
     jaxpr, _ = open_jaxpr(body)
-    bits = dict(zip(jaxpr.invars, operands, strict=True))
-    _walk(jaxpr.eqns, bits, uses)
-    return [_bits_of(v, bits) for v in jaxpr.outvars]
+    values = dict(zip(jaxpr.invars, operands, strict=True))
+    _walk(jaxpr.eqns, values, uses)
+    return [_value_of(v, values) for v in jaxpr.outvars]
 
 
-def _loop(eqn: Eqn, operands: Sequence[int], uses: Uses) -> list[int]:
+def _scan(eqn: Eqn, operands: Sequence[Value], uses: Uses) -> list[Value]:
     """A scan, at the fixed point of its carry.
 
     What one step leaves in the carry meets the next step's residuals, which have the
@@ -191,7 +233,7 @@ def _loop(eqn: Eqn, operands: Sequence[int], uses: Uses) -> list[int]:
         inputs[carry] = joined
 
 
-def _while_loop(eqn: Eqn, operands: Sequence[int], uses: Uses) -> list[int]:
+def _while(eqn: Eqn, operands: Sequence[Value], uses: Uses) -> list[Value]:
     """A loop whose condition and body have constants of their own."""
     num_test, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     test_consts = list(operands[:num_test])
@@ -207,8 +249,5 @@ def _while_loop(eqn: Eqn, operands: Sequence[int], uses: Uses) -> list[int]:
     return carry
 
 
-def _union(bits: Sequence[int]) -> int:
-    out = 0
-    for some in bits:
-        out |= some
-    return out
+def _union(values: Sequence[Value]) -> Value:
+    return functools.reduce(operator.or_, values, _NONE)

@@ -74,7 +74,8 @@ def test_statistics_stay_exact_whatever_the_default():
     small = jaxact.compress(f, policy=Policy(default=Quantize(2)), activations=1)
     table = jaxact.residuals(small, P, X)
     assert {r.bias for r in table.rows if np.prod(r.shape) <= T} == {"exact"}
-    assert {r.bias for r in table.rows if np.prod(r.shape) > T} == {"unbiased"}
+    rounded = {r.bias for r in table.rows if np.prod(r.shape) > T}
+    assert rounded == {"unbiased", "unbiased to first order"}  # once; twice
 
 
 # Sums, parts and wholes.

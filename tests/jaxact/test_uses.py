@@ -31,7 +31,9 @@ def uses(f, *args, alike=False):
     }
     backward = forward.backward
     found = find_uses(backward.eqns, backward.cotangents, bits)
-    return tuple(map(bool, (found.repeated, found.nonlinear, found.divided)))
+    return tuple(
+        map(bool, (found.repeated, found.nonlinear, found.divided | found.solved))
+    )
 
 
 @jax.custom_vjp
