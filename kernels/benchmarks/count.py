@@ -124,12 +124,12 @@ class Subject:
         block = self.config or heuristic(layout.group, item_bytes)
         if self.implementation == "triton":
             return block
-        tiles = self.module._tiles(layout, self.bits, self.dtype, block)
+        tiles = self.module.tiles_for(layout, self.bits, self.dtype, block)
         return Config(tiles.groups, self.module.WARPS)
 
     @property
     def elements(self) -> float:  # of a thread
-        group = index.GROUP if self.format == "mask" else self.group_size
+        group = index.GROUP_SIZE if self.format == "mask" else self.group_size
         return self.block.groups * group / (32 * self.block.num_warps)
 
     def call(self) -> tuple[Any, ...]:

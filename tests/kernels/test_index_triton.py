@@ -133,7 +133,7 @@ def test_the_heuristic_fills_registers_and_no_more():
             layout = index_layout((64, length))
             config = triton.heuristic(layout, bits, item_bytes)
             tiles = triton.Tiles(layout, bits, config.groups)
-            elements = config.groups * tiles.count * tiles.lanes
+            elements = config.groups * tiles.count * tiles.padded_width
             per_thread = elements * item_bytes / (32 * config.num_warps)
             assert 64 <= per_thread <= 128 or config == Config(1, 16)
 

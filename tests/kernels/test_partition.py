@@ -23,7 +23,7 @@ from jaxact_kernels.affine import triton
 from jaxact_kernels.config import Config
 from jaxact_kernels.device import Device
 from jaxact_kernels.numbering import box
-from jaxact_kernels.partition import sharded_call
+from jaxact_kernels.partition import sharded_kernel
 from subjects import Affine, sample
 
 SHAPE = (8, 4, 256)
@@ -79,7 +79,7 @@ def check_eight_devices():
     wanted = affine.encode(x, SEED, bits=2, group_size=64)
     operation = Encode(SHAPE, x.dtype, 2, 64)
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    call = jax.jit(sharded_call(operation, "triton", (), H100))
+    call = jax.jit(sharded_kernel(operation, "triton", (), H100))
     for spec in SPECS:
         placed = jax.device_put(x, jax.NamedSharding(mesh, spec))
         compiled = call.lower(placed, SEED).compile()
@@ -91,12 +91,12 @@ def check_eight_devices():
     # Finer than groups: still the same words, at the price of a gather.
     placed = jax.device_put(x, jax.NamedSharding(mesh, jax.P(None, None, "data")))
     wider = Encode(SHAPE, x.dtype, 2, 128)
-    got = jax.jit(sharded_call(wider, "triton", (), H100))(placed, SEED)
+    got = jax.jit(sharded_kernel(wider, "triton", (), H100))(placed, SEED)
     wanted = affine.encode(x, SEED, bits=2, group_size=128)
     np.testing.assert_array_equal(got[0], wanted.words)
-    lanes = ((True, False),)
+    vmaps = ((True, False),)
     call = jax.jit(
-        sharded_call(Encode(SHAPE[1:], x.dtype, 2, 64), "triton", lanes, H100)
+        sharded_kernel(Encode(SHAPE[1:], x.dtype, 2, 64), "triton", vmaps, H100)
     )
     placed = jax.device_put(x, jax.NamedSharding(mesh, SPECS[1]))
     wanted = jax.vmap(lambda x: affine.encode(x, SEED, bits=2, group_size=64))(x)
