@@ -26,10 +26,10 @@ def needs_devices() -> Program:
     return jax.make_jaxpr(identity)(jax.ShapeDtypeStruct((1,), np.uint32))
 
 
-def lowering_devices(ctx: LoweringRuleContext) -> Sequence[Any] | None:
-    """The devices that a program is lowered for, where they are known."""
+def lowering_devices(ctx: LoweringRuleContext) -> Sequence[Any]:
+    """The devices that a program is lowered for; none where they are unknown."""
     axes = ctx.module_context.axis_context
     mesh = getattr(axes, "mesh", None)
     if mesh is None:
-        return getattr(axes, "device_assignment", None)
+        return getattr(axes, "device_assignment", None) or ()
     return tuple(mesh.devices.flat)

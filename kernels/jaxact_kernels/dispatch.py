@@ -113,7 +113,7 @@ def _lower_on_gpu(
     vmaps: Vmaps,
     **_: object,
 ) -> Sequence[mlir.ir.Value]:
-    devices = compat.lowering_devices(ctx) or ()
+    devices = compat.lowering_devices(ctx)
     # Devices on another platform lower for a GPU that is described, not attached.
     is_gpu = len(devices) > 0 and devices[0].platform == "gpu"
     device = device_of(devices[0]) if is_gpu else here()
