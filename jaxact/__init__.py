@@ -20,11 +20,12 @@ from jaxact._codec import (
     Quantize as Quantize,
     Recompute as Recompute,
 )
-from jaxact._compress import (
-    CompressionWarning as CompressionWarning,
-    compress as compress,
-)
+from jaxact._compress import compress as compress
+from jaxact._engine.warnings import CompressionWarning as CompressionWarning
 from jaxact._measure import sensitivity as sensitivity, telemetry as telemetry
 from jaxact._memory import Memory as Memory, memory as memory
 from jaxact._policy import Policy as Policy, Rule as Rule
-from jaxact._report import ResidualTable as ResidualTable, residuals as residuals
+from jaxact._report import (
+    ResidualTable as ResidualTable,
+    residuals as residuals,
+)

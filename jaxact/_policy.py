@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxact._codec import (
     Action,
+    Bias,
     Bitmask,
     DualPrecision,
     Exact,
@@ -18,6 +19,7 @@ from jaxact._codec import (
     codec_of,
     is_stored_exactly,
 )
+from jaxact._decision import Decision, Reason
 from jaxact._residual import Residual
 
 # A residual at least this many times smaller than the largest of its call is a
@@ -31,30 +33,6 @@ SMALL_SIZE = 64
 # more: most of them are near zero, far below a step (examples/README.md has what
 # training loses).
 EXPONENTIAL_BITS = 4
-
-
-@dataclasses.dataclass(frozen=True)
-class Decision:
-    """What becomes of one residual.
-
-    Attributes:
-      why: the reason for the action.
-      rule: index of the policy's rule that decided, if any.
-      bias: 'exact', 'unbiased' or 'biased': what the mean gradient, over the rounding,
-        has of it.
-    """
-
-    residual: Residual
-    action: Action
-    why: str
-    rule: int | None = None
-    bias: str = "exact"
-
-    def biased(self, why: str) -> "Decision":
-        """The same for a residual that something nonlinear is computed from."""
-        if self.bias == "exact":
-            return self
-        return dataclasses.replace(self, bias="biased", why=f"{self.why}; {why}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,40 +162,44 @@ class Policy:
         """
         for index, rule in enumerate(self.rules):
             if rule.matches(residual):
-                return _apply(rule.action, residual, f"rule {index}", index)
+                return _apply(rule.action, residual, Reason.RULE, index)
         small = residual.size < SMALL_SIZE or residual.size * SMALL_FRACTION <= largest
         is_float = jnp.issubdtype(residual.dtype, jnp.floating)
         spared = is_float and (statistic or small)
         is_mask = residual.dtype == jnp.bool_
         is_lossless = self.default is not None and is_stored_exactly(self.default)
         if self.default is not None and (is_lossless or not (spared or is_mask)):
-            return _apply(self.default, residual, "policy default", None)
+            return _apply(self.default, residual, Reason.DEFAULT)
         if is_mask:
             on_host = isinstance(self.default, Offload)
             action = Offload(Bitmask()) if on_host else Bitmask()
-            return Decision(residual, action, "one bit is exact")
+            return Decision(residual, action, Reason.MASK)
         if not is_float:
-            return Decision(residual, Exact(), f"{residual.dtype} stays exact")
+            return Decision(residual, Exact(), Reason.NOT_FLOAT)
         if spared:
-            return Decision(residual, Exact(), "small" if small else "a statistic")
-        return _apply(self._action_for(residual), residual, "policy bits", None)
+            reason = Reason.SMALL if small else Reason.STATISTIC
+            return Decision(residual, Exact(), reason)
+        return _apply(self._action_for(residual), residual, Reason.BITS)
 
 
-def _apply(action: Action, residual: Residual, why: str, rule: int | None) -> Decision:
+def _apply(
+    action: Action, residual: Residual, reason: Reason, rule: int | None = None
+) -> Decision:
     declined = action.declines(residual.shape, residual.dtype)
     if declined is None:
-        return Decision(residual, action, why, rule, bias_of(action))
-    return Decision(residual, Exact(), f"{why}: {declined}", rule)
+        return Decision(residual, action, reason, rule, bias_of(action))
+    return Decision(residual, Exact(), reason, rule, declined=declined)
 
 
-def bias_of(action: Action) -> str:
+def bias_of(action: Action) -> Bias:
     """What an action leaves of a residual that enters the gradient as a factor."""
     if is_stored_exactly(action):
-        return "exact"
+        return Bias.EXACT
     codec = codec_of(action)
+    is_unbiased = isinstance(codec, DualPrecision | PerSample)
     if isinstance(codec, Quantize):
-        return "unbiased" if codec.stochastic else "biased"
-    return "unbiased" if isinstance(codec, DualPrecision | PerSample) else "biased"
+        is_unbiased = codec.stochastic
+    return Bias.UNBIASED if is_unbiased else Bias.BIASED
 
 
 def _matches_any(residual: Residual, pattern: str) -> bool:

@@ -13,7 +13,8 @@ from typing import Any
 
 from jax.extend import source_info_util
 
-from jaxact import _compat
+from jaxact._jaxpr.compat import open_jaxpr
+from jaxact._jaxpr.read import call_body, is_literal
 
 # Equations that rename or fence a value without changing it; checkpoint inserts the
 # second and third.
@@ -144,7 +145,7 @@ class Provenance:
             return Residual((), None, name=named[0] if named else "", **fields)
 
         while True:
-            if _compat.is_literal(var):
+            if is_literal(var):
                 return result(origin="literal")
             if var not in producers:
                 if var in jaxpr.invars:
@@ -159,11 +160,11 @@ class Provenance:
                 names += [eqn.params["name"]] if name == "name" else []
                 var = eqn.invars[position]
                 continue
-            body = _compat.call_body(eqn)
+            body = call_body(eqn)
             if body is None and name == "scan":
                 body = eqn.params["jaxpr"]
             if body is not None:
-                inner, _ = _compat.open_jaxpr(body)
+                inner, _ = open_jaxpr(body)
                 found = self._walk(inner, inner.outvars[position], here)
                 if found.origin == "argument" and name != "scan":
                     names += [found.name] if found.name else []

@@ -14,15 +14,15 @@ from jaxact._bits.worst_case import (
     acgc_worst_case as acgc_worst_case,
     stochastic_bits as stochastic_bits,
 )
-from jaxact._codec import Action, DualPrecision, Exact, Offload, PerSample
-from jaxact._policy import Policy, Rule
-from jaxact._residual import Residual
-from jaxact._save import (
+from jaxact._checkpoint_policies import (
     PACKED_NAME as PACKED_NAME,
     SaveEither as SaveEither,
     SavePacked as SavePacked,
     save_packed as save_packed,
 )
+from jaxact._codec import Action, DualPrecision, Exact, Offload, PerSample
+from jaxact._policy import Policy, Rule
+from jaxact._residual import Residual
 
 _ACTNN_LEVELS = {
     0: "exact",

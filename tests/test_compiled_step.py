@@ -11,9 +11,9 @@ import pytest
 
 import jaxact
 from examples.models import transformer
-from gpu_target import needs_target
-from jaxact._engine import FUSED
-from jaxact._memory import _compile
+from jaxact._jaxpr.primitives import FUSED
+from jaxact._memory.compiling import compile_step
+from support.gpu_target import needs_target
 
 SIZE = transformer.Size(layers=3, batch=2, length=128, width=256, hidden=512)
 NAMED = jax.checkpoint_policies.save_only_these_names(*transformer.NAMES)
@@ -53,7 +53,7 @@ def test_one_kernel_stores_each_residual_that_is_in_memory(recompute):
     in_memory = [row for row in stored if row.primitive not in FUSED]
     assert {"dot_general"} <= {row.primitive for row in in_memory}
     step = jax.grad(functools.partial(transformer.scanned_loss, block))
-    text = _compile(step, (SIZE.scanned, SIZE.input), {}, "h100").as_text()
+    text = compile_step(step, (SIZE.scanned, SIZE.input), {}, "h100").as_text()
     program = instructions(text)
     kernels = [i for i in program.values() if i[0] == "custom-call" and KERNEL in i[2]]
     assert len(kernels) == len(in_memory) < len(stored)
@@ -75,7 +75,7 @@ def offloaded(policy):
 
     shapes = (8, 2, 256, 256), (2048, 256)
     args = (jax.ShapeDtypeStruct(shape, "float32") for shape in shapes)
-    return _compile(jax.grad(loss), tuple(args), {}, "h100")
+    return compile_step(jax.grad(loss), tuple(args), {}, "h100")
 
 
 @needs_target

@@ -16,7 +16,7 @@ import pytest
 
 import jaxact
 import jaxact_kernels
-from newest import newest
+from support.newest import newest
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 TOY = "--epochs 6 --batch 64 --channels 16 32 --blocks 1".split()

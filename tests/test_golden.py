@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from subjects import Affine, Index, Mask, Planes, jitted, sample
+from support.subjects import Affine, Index, Mask, Planes, jitted, sample
 
 FOLDER = pathlib.Path(__file__).parent / "golden"
 SUBJECTS = [

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxact
-from newest import newest
+from support.newest import newest
 
 for package in ("flax", "optax", "orbax.checkpoint", "rich"):
     pytest.importorskip(package)

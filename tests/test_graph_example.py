@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jaxact
-from newest import newest
+from support.newest import newest
 from test_examples import mib, rows, run
 
 for package in ("flax", "optax", "orbax.checkpoint", "rich"):

@@ -10,8 +10,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from checkpoints import CONFIGS, LLAMA, MISTRAL, QWEN2, oracle, tensors_of, write
-from newest import newest
+from support.checkpoints import (
+    CONFIGS,
+    LLAMA,
+    MISTRAL,
+    QWEN2,
+    oracle,
+    tensors_of,
+    write,
+)
+from support.newest import newest
 
 load_file = pytest.importorskip("safetensors.numpy").load_file
 pytestmark = [pytest.mark.unoptimized, newest]

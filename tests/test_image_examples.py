@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from newest import newest
+from support.newest import newest
 from test_examples import mib, rows, run
 
 PILLOW = pytest.importorskip("PIL.Image")

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import jaxact
-from checkpoints import LLAMA, QWEN2, oracle, tensors_of, write
-from newest import newest
+from support.checkpoints import LLAMA, QWEN2, oracle, tensors_of, write
+from support.newest import newest
 from test_examples import mib, rows, run
 
 for package in ("flax", "optax", "orbax.checkpoint", "rich"):

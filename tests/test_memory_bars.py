@@ -16,8 +16,9 @@ import pytest
 
 import jaxact
 from examples.models import transformer
-from gpu_target import needs_target
-from jaxact._memory import _compile, _measure
+from jaxact._memory.compiling import compile_step
+from jaxact._memory.memory import measure
+from support.gpu_target import needs_target
 
 pytestmark = pytest.mark.slow
 
@@ -67,10 +68,10 @@ def test_scanned(target, packed_below):
     def sizes(block):
         """Temporary bytes, and the elements of the largest float array."""
         step, *args = gradient(block, FULL, scanned=True)
-        program = _compile(step, args, {}, target)
+        program = compile_step(step, args, {}, target)
         shapes = set(re.findall(r"\bb?f(?:16|32)\[([\d,]+)\]", program.as_text()))
         largest = max(math.prod(map(int, shape.split(","))) for shape in shapes)
-        return _measure(program).temp_bytes, largest
+        return measure(program).temp_bytes, largest
 
     base, largest = sizes(transformer.block)
     assert base >= 4500 * MIB and largest >= residual

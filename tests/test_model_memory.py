@@ -14,8 +14,8 @@ import pytest
 
 import jaxact
 from examples.models import gpt
-from gpu_target import needs_target
-from jaxact._memory import _compile
+from jaxact._memory.compiling import compile_step
+from support.gpu_target import needs_target
 
 resnet = pytest.importorskip("examples.models.resnet")
 
@@ -27,7 +27,7 @@ TWO_BITS = jaxact.Policy(bits=2)
 
 def compiled(loss, *args):
     """The value and gradient, compiled for an H100; arguments are shapes."""
-    return _compile(jax.value_and_grad(loss), args, {}, "h100")
+    return compile_step(jax.value_and_grad(loss), args, {}, "h100")
 
 
 def temp_bytes(program):

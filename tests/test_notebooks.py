@@ -8,7 +8,7 @@ import pytest
 
 import jaxact
 import jaxact_kernels
-from newest import newest
+from support.newest import newest
 
 jupytext = pytest.importorskip("jupytext")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from gpu_target import needs_target
+from support.gpu_target import needs_target
 
 README = Path(__file__).parent.parent / "README.md"
 

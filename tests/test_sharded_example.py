@@ -5,7 +5,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from eight_devices import run_on_eight_devices
+from support.eight_devices import run_on_eight_devices
 
 for package in ("flax", "optax", "orbax.checkpoint", "rich"):
     pytest.importorskip(package)
@@ -14,7 +14,7 @@ TESTS = Path(__file__).parent
 
 @pytest.mark.slow
 def test_eight_devices_train_as_one():
-    run_on_eight_devices(TESTS / "sharded_gpt.py")
+    run_on_eight_devices(TESTS / "support" / "sharded_gpt.py")
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from newest import newest
+from support.newest import newest
 
 pytest.importorskip("flax")
 pytest.importorskip("optax")

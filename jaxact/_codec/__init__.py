@@ -1,7 +1,7 @@
 """How one residual is stored: an action per file, chosen by a policy."""
 
 from jaxact._codec.affine import Quantize as Quantize
-from jaxact._codec.base import Action as Action
+from jaxact._codec.base import Action as Action, Bias as Bias
 from jaxact._codec.cast import Cast as Cast
 from jaxact._codec.dual import DualPrecision as DualPrecision
 from jaxact._codec.exact import Exact as Exact, Recompute as Recompute

@@ -1,9 +1,18 @@
 """What every action can do."""
 
 import abc
+import enum
 from typing import Any
 
 import jax
+
+
+class Bias(enum.StrEnum):
+    """How the mean of a gradient, over the rounding noise, differs from its value."""
+
+    EXACT = "exact"  # every draw is the exact gradient
+    UNBIASED = "unbiased"  # noise of mean zero
+    BIASED = "biased"  # something nonlinear is computed from rounded values
 
 
 class Action(abc.ABC):

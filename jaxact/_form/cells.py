@@ -19,20 +19,20 @@ from typing import Any
 from jax.extend import core as jex
 from jax.interpreters import ad
 
-from jaxact import _compat
 from jaxact._form.derivative import (
     Cluster,
     differentiate,
     is_product,
     plan_elimination,
 )
-from jaxact._form.primitives import (
-    STEPS,
+from jaxact._jaxpr.primitives import STEPS
+from jaxact._jaxpr.read import (
     is_elementwise,
     is_float,
     is_piecewise_linear,
+    variables_in,
 )
-from jaxact._surgery import Body
+from jaxact._jaxpr.rewrite import Body, new_equation, with_outputs
 
 cell_p = jex.Primitive("jaxact_cell")
 cell_p.multiple_results = True
@@ -67,9 +67,9 @@ def with_cells(
     """
     users = defaultdict(set)
     for k, eqn in enumerate(jaxpr.eqns):
-        for v in _compat.variables(eqn.invars):
+        for v in variables_in(eqn.invars):
             users[v].add(k)
-    for v in _compat.variables(jaxpr.outvars):
+    for v in variables_in(jaxpr.outvars):
         users[v].add(-1)
     steps: list[_Step] = []
     inside: set[int] = set()
@@ -82,7 +82,7 @@ def with_cells(
         if not bent and after == before:
             continue
         cluster = replace(cluster, eliminated=order)
-        eqn = _compat.new_equation(
+        eqn = new_equation(
             cluster.eqns[-1],
             cell_p,
             cluster.ins,
@@ -92,7 +92,7 @@ def with_cells(
         steps.append(_Step(members[-1], eqn))
         inside.update(members)
     rest = [_Step(k, e) for k, e in enumerate(jaxpr.eqns) if k not in inside]
-    return _compat.with_outputs(jaxpr, _in_order([*steps, *rest]), jaxpr.outvars)
+    return with_outputs(jaxpr, _in_order([*steps, *rest]), jaxpr.outvars)
 
 
 def _is_bent(eqn: Any, is_exact: Callable[[Any], bool]) -> bool:
@@ -124,7 +124,7 @@ def _clusters(jaxpr: Any, depends: Callable[[Any], bool]) -> list[list[int]]:
         parent[k] = k
         out = eqn.outvars[0]
         made_by[out] = k
-        for v in _compat.variables(eqn.invars):
+        for v in variables_in(eqn.invars):
             made = made_by.get(v)
             alike = level.get(v) == level[out] and v.aval.shape == out.aval.shape
             if made is not None and alike:
@@ -140,7 +140,7 @@ def _joins(eqn: Any, depends: Callable[[Any], bool]) -> bool:
     return (
         is_elementwise(eqn)
         and eqn.outvars[0].aval.shape != ()
-        and any(map(depends, _compat.variables(eqn.invars)))
+        and any(map(depends, variables_in(eqn.invars)))
     )
 
 
@@ -149,16 +149,16 @@ def _levels(jaxpr: Any, depends: Callable[[Any], bool]) -> dict[Any, int]:
     level: dict[Any, int] = {}
     joins = [_joins(eqn, depends) for eqn in jaxpr.eqns]
     for eqn, inside in zip(jaxpr.eqns, joins, strict=True):
-        inputs = [v for v in _compat.variables(eqn.invars) if depends(v)]
+        inputs = [v for v in variables_in(eqn.invars) if depends(v)]
         here = max([level.get(v, 0) for v in inputs], default=0)
         level.update((v, here + (not inside)) for v in eqn.outvars)
-    latest = {v: level.get(v, 0) for v in _compat.variables(jaxpr.outvars)}
+    latest = {v: level.get(v, 0) for v in variables_in(jaxpr.outvars)}
     for eqn, inside in zip(jaxpr.eqns[::-1], joins[::-1], strict=True):
         if inside:
             out = eqn.outvars[0]
             level[out] = latest.get(out, level[out])
         here = min((level[v] for v in eqn.outvars), default=0) - (not inside)
-        for v in _compat.variables(eqn.invars):
+        for v in variables_in(eqn.invars):
             latest[v] = min(latest.get(v, here), here)
     return level
 
@@ -168,14 +168,14 @@ def _cluster(
 ) -> Cluster:
     made = {v for e in eqns for v in e.outvars}
     ins = dict.fromkeys(
-        v for e in eqns for v in _compat.variables(e.invars) if v not in made
+        v for e in eqns for v in variables_in(e.invars) if v not in made
     )
     outs = [v for e in eqns for v in e.outvars if users[v] - set(members)]
     names = {
         v: e.params["name"]
         for e in eqns
         if e.primitive.name == "name"
-        for v in (*_compat.variables(e.invars), *e.outvars)
+        for v in (*variables_in(e.invars), *e.outvars)
     }
     return Cluster(tuple(eqns), tuple(ins), tuple(outs), names=names)
 
@@ -191,7 +191,7 @@ def _in_order(steps: Sequence[_Step]) -> list[Any]:
     makers = {v: i for i, s in enumerate(steps) for v in s.eqn.outvars}
     waiting, after = [0] * len(steps), defaultdict(list)
     for i, step in enumerate(steps):
-        needs = {makers[v] for v in _compat.variables(step.eqn.invars) if v in makers}
+        needs = {makers[v] for v in variables_in(step.eqn.invars) if v in makers}
         waiting[i] = len(needs)
         for j in needs:
             after[j].append(i)

@@ -19,9 +19,10 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import ad
 
-from jaxact import _compat
-from jaxact._form.primitives import STEPS, is_float, is_piecewise_linear
 from jaxact._form.slopes import apply, plus, slopes_of, times
+from jaxact._jaxpr.evaluate import bind, traced_at, value_of
+from jaxact._jaxpr.primitives import STEPS
+from jaxact._jaxpr.read import is_float, is_literal, is_piecewise_linear
 
 DERIVATIVE_OF = "derivative of "
 
@@ -125,7 +126,7 @@ def _planned_edges(cluster: Cluster, is_exact: Any, fresh: Any) -> Edges:
             continue
         slopes = edges.setdefault(out, {})
         for i, u in enumerate(eqn.invars):
-            if _compat.is_literal(u) or not is_float(u):
+            if is_literal(u) or not is_float(u):
                 continue
             slope = None
             if is_product(eqn, is_exact):
@@ -159,18 +160,18 @@ def differentiate(
     }
     edges: Edges = {}
     for eqn in cluster.eqns:
-        inputs = [_compat.value(v, env) for v in eqn.invars]
+        inputs = [value_of(v, env) for v in eqn.invars]
         moving = [i for i, u in enumerate(eqn.invars) if _is_vertex(u, tangent, edges)]
         out = eqn.outvars[0]
         if not moving or not is_float(out) or eqn.primitive.name in STEPS:
-            env[out] = _compat.bind(eqn, inputs)[0]
+            env[out] = bind(eqn, inputs)[0]
             continue
         env[out], slopes = slopes_of(eqn, inputs, moving)
         edges[out] = {}
         for i, slope in zip(moving, slopes, strict=True):
             u = eqn.invars[i]
             edges[out][u] = plus(edges[out][u], slope) if u in edges[out] else slope
-    with _compat.traced_at(cluster.eqns[-1]), jax.named_scope("derivative"):
+    with traced_at(cluster.eqns[-1]), jax.named_scope("derivative"):
         for v in cluster.eliminated:
             if v in edges:
                 eliminate(edges, v, times, plus)
@@ -186,7 +187,7 @@ def differentiate(
 
 
 def _is_vertex(u: Any, tangent: dict[Any, Any], edges: Edges) -> bool:
-    return not _compat.is_literal(u) and is_float(u) and (u in tangent or u in edges)
+    return not is_literal(u) and is_float(u) and (u in tangent or u in edges)
 
 
 def _named(slope: Any, name: str | None) -> Any:

@@ -6,40 +6,29 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxact import _compat
-from jaxact._call import Flat
-from jaxact._codec import Exact, Recompute
-from jaxact._flow import flow, read
+from jaxact._codec import Bias, Exact, Recompute
+from jaxact._decision import Decision, Reason, Remark
+from jaxact._form.affine_classes import classify
 from jaxact._form.cells import cell_body
-from jaxact._form.classes import classify
-from jaxact._form.conditioning import Normalizations
+from jaxact._form.channel_norms import Normalizations
+from jaxact._form.chooser import Chooser
 from jaxact._form.pooling import pool_body
-from jaxact._form.primitives import (
-    ELEMENTWISE,
-    FACTORIZATIONS,
-    MOVES,
-    SOLVERS,
-    is_float,
-)
 from jaxact._form.rewriting import CUSTOM_RULE, GIVEN, RETURNED
-from jaxact._form.storage import Chooser
-from jaxact._policy import Decision, Policy
-from jaxact._program import (
-    ACTIVATION,
-    OF_PARAMETERS,
-    REFERENCED,
-    STORED,
-    STORED_INSIDE,
-    Forward,
+from jaxact._jaxpr.flow import fact_of, flow
+from jaxact._jaxpr.primitives import ELEMENTWISE, FACTORIZATIONS, SOLVERS, VIEWS
+from jaxact._jaxpr.read import is_float, is_literal, variables_in
+from jaxact._jaxpr.rewrite import Body, flatten, inlinable_body
+from jaxact._plan.facts import ACTIVATION, STORED, input_facts, learn
+from jaxact._plan.forward import Forward
+from jaxact._plan.plan import (
     Normalized,
     Plan,
     Replay,
-    input_facts,
     is_coded,
-    learn,
 )
+from jaxact._policy import Policy
 from jaxact._residual import Provenance, Residual
-from jaxact._surgery import Body, call_body, flatten
+from jaxact._trace import Flat
 
 
 def plan_form(forward: Forward, flat: Flat, policy: Policy, prefix: str) -> Plan:
@@ -50,7 +39,7 @@ def plan_form(forward: Forward, flat: Flat, policy: Policy, prefix: str) -> Plan
 
 def _flattened(forward: Forward) -> Forward:
     def body(eqn: Any) -> Body | None:
-        return cell_body(eqn) or pool_body(eqn) or call_body(eqn)
+        return cell_body(eqn) or pool_body(eqn) or inlinable_body(eqn)
 
     jaxpr, more = flatten(forward.jaxpr, body)
     return dataclasses.replace(forward, jaxpr=jaxpr, consts=(*forward.consts, *more))
@@ -61,7 +50,7 @@ class _Planner:
         jaxpr = forward.jaxpr
         self.forward, self.policy = forward, policy
         self.facts = flow(jaxpr, [0, *input_facts(flat)], learn)
-        self.leaves = list(dict.fromkeys(_compat.variables(forward.residuals)))
+        self.leaves = list(dict.fromkeys(variables_in(forward.residuals)))
         sizes = [v.aval.size for v in self.leaves if self.is_activation(v)]
         self.largest = max(sizes, default=0)
         self.provenance = Provenance(jaxpr, ["seed", *flat.paths], prefix)
@@ -72,12 +61,12 @@ class _Planner:
             v
             for v in jaxpr.invars
             if is_float(v)
-            and read(self.facts, v)
+            and fact_of(self.facts, v)
             and (self.is_activation(v) or v not in referenced)
         }
         self.classes = classify(jaxpr, self.largest, self.is_activation, inexact)
         for v in self.leaves:
-            if read(self.facts, v) & STORED:
+            if fact_of(self.facts, v) & STORED:
                 self.classes.set_exact(v)
         self.chooser = Chooser(jaxpr, self.classes, makers)
         self.normalizations = Normalizations(jaxpr, makers)
@@ -97,7 +86,7 @@ class _Planner:
         return CUSTOM_RULE in str(eqn.source_info.name_stack).split("/")
 
     def is_activation(self, v: Any) -> bool:
-        return bool(read(self.facts, v) & ACTIVATION)
+        return bool(fact_of(self.facts, v) & ACTIVATION)
 
     def plan(self) -> Plan:
         decisions = self._decide_bases()
@@ -109,14 +98,14 @@ class _Planner:
         wanted = [*self.leaves, *statistics]
         kept, replayed = self.chooser.derive(wanted, stored)
         for v in self._sources(again, stored):
-            decisions[v] = decisions[v].biased("others are recomputed from it")
+            decisions[v] = decisions[v].biased(Remark.RECOMPUTED_FROM)
         for v in kept:
             decisions[v] = self._decide_exact(v)
         coded = {
             v: d
             for v, d in decisions.items()
             if v not in again
-            and is_coded(v, d.action, read(self.facts, v), self.inputs)
+            and is_coded(v, d.action, fact_of(self.facts, v), self.inputs)
         }
         replay = [
             Replay(e, self.classes.sides.get(e.outvars[0]))
@@ -139,10 +128,9 @@ class _Planner:
         """What each rounded variable is stored through, where that is better."""
         found = {}
         for v in stored:
-            if decisions[v].bias != "exact" and v in self.normalized:
+            if decisions[v].bias is not Bias.EXACT and v in self.normalized:
                 found[v] = self.normalized[v]
-                why = f"{decisions[v].why}; normalized by channel"
-                decisions[v] = dataclasses.replace(decisions[v], why=why)
+                decisions[v] = decisions[v].with_remark(Remark.NORMALIZED)
         return found
 
     def _decide_bases(self) -> dict[Any, Decision]:
@@ -157,9 +145,9 @@ class _Planner:
             if isinstance(decision.action, Recompute):
                 eqn = self.chooser.makers.get(v)
                 if eqn is None or eqn.effects:
-                    why = "cannot be recomputed: an argument or a side effect"
-                    exact = dataclasses.replace(decision, action=Exact(), why=why)
-                    decisions[v] = dataclasses.replace(exact, bias="exact")
+                    reason = Reason.ARGUMENT if eqn is None else Reason.SIDE_EFFECT
+                    exact = Decision(decision.residual, Exact(), reason, decision.rule)
+                    decisions[v] = exact
                 else:
                     todo += self._nearest_sources(eqn, {*todo, *decisions})
         return decisions
@@ -186,21 +174,20 @@ class _Planner:
             what = dataclasses.replace(what, is_normalized=True)
         decision = self.policy.decide(what, largest=self.largest)
         if decision.rule is None and v in self.solved_with:
-            why = "solved with, or a factorization"
-            return Decision(decision.residual, Exact(), why)
+            return Decision(decision.residual, Exact(), Reason.SOLVED_WITH)
         if v in self.free:
-            return decision.biased("kept for a checkpoint or a custom rule")
+            return decision.biased(Remark.CUSTOM_RULE)
         return decision
 
     def _decide_exact(self, v: Any) -> Decision:
-        what, known = self._residual(v), read(self.facts, v)
+        what, known = self._residual(v), fact_of(self.facts, v)
         if known & STORED:
-            return Decision(what, Exact(), STORED_INSIDE)
+            return Decision(what, Exact(), Reason.STORED_INSIDE)
         if v in self.inputs and not known & ACTIVATION:
-            why = "an argument not named in activations" if known else REFERENCED
-            return Decision(what, Exact(), why)
+            reason = Reason.NOT_AN_ACTIVATION if known else Reason.REFERENCED
+            return Decision(what, Exact(), reason)
         if not known & ACTIVATION and what.dtype != jnp.bool_:
-            return Decision(what, Exact(), OF_PARAMETERS)
+            return Decision(what, Exact(), Reason.OF_PARAMETERS)
         return self.policy.decide(what, largest=self.largest, statistic=True)
 
     def _residual(self, v: Any) -> Residual:
@@ -219,7 +206,7 @@ class _Planner:
             v
             for e in self.forward.jaxpr.eqns
             if id(e) in replayed
-            for v in _compat.variables(e.invars)
+            for v in variables_in(e.invars)
         }
         return [v for v in stored if v in read_again]
 
@@ -228,11 +215,11 @@ def _referenced(leaves: Sequence[Any], makers: dict[Any, Any]) -> set[Any]:
     """Inputs that JAX keeps as they are, or moved: they are at hand anyway."""
     found = set()
     for v in leaves:
-        while v in makers and makers[v].primitive.name in MOVES:
+        while v in makers and makers[v].primitive.name in VIEWS:
             v = makers[v].invars[0]
-            if _compat.is_literal(v):
+            if is_literal(v):
                 break
-        if not _compat.is_literal(v) and v not in makers:
+        if not is_literal(v) and v not in makers:
             found.add(v)
     return found
 

@@ -16,9 +16,9 @@ from jax import lax
 from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
 
-from jaxact import _compat
-from jaxact._form.primitives import is_float
-from jaxact._surgery import Body
+from jaxact._jaxpr.evaluate import bind
+from jaxact._jaxpr.read import is_float
+from jaxact._jaxpr.rewrite import Body, new_equation, with_outputs
 
 pool_p = jex.Primitive("jaxact_max_pool")
 pool_p.multiple_results = True
@@ -32,9 +32,9 @@ def with_pools(jaxpr: Any, depends: Callable[[Any], bool]) -> Any:
     def pooled(eqn: Any) -> Any:
         if eqn.primitive.name != "reduce_window_max" or not is_pool(eqn, depends):
             return eqn
-        return _compat.new_equation(eqn, pool_p, eqn.invars, eqn.outvars, {"eqn": eqn})
+        return new_equation(eqn, pool_p, eqn.invars, eqn.outvars, {"eqn": eqn})
 
-    return _compat.with_outputs(jaxpr, [*map(pooled, jaxpr.eqns)], jaxpr.outvars)
+    return with_outputs(jaxpr, [*map(pooled, jaxpr.eqns)], jaxpr.outvars)
 
 
 def is_pool(eqn: Any, depends: Callable[[Any], bool]) -> bool:
@@ -54,7 +54,7 @@ def pool_body(eqn: Any) -> Body | None:
 
 def _differentiate(primals: Any, tangents: Any, *, eqn: Any) -> tuple[Any, Any]:
     (x,), (t,) = primals, tangents
-    out = _compat.bind(eqn, primals)[0]
+    out = bind(eqn, primals)[0]
     if isinstance(t, ad.Zero):
         return [out], [ad.Zero(eqn.outvars[0].aval.to_tangent_aval())]
     windows = _Windows(eqn.params, x.shape)

@@ -4,15 +4,15 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxact import _compat
-from jaxact._call import Flat, Kind
-from jaxact._flow import flow, read
+from jaxact._form.affine_classes import classify
 from jaxact._form.cells import with_cells
-from jaxact._form.classes import classify
 from jaxact._form.pooling import with_pools
-from jaxact._form.primitives import MOVES, is_float
-from jaxact._program import input_facts, learn
-from jaxact._surgery import flatten, jit_body, rename
+from jaxact._jaxpr.flow import fact_of, flow
+from jaxact._jaxpr.primitives import MOVES
+from jaxact._jaxpr.read import is_float, is_literal
+from jaxact._jaxpr.rewrite import flatten, jit_body, name_equation, rename, with_outputs
+from jaxact._plan.facts import input_facts, learn
+from jaxact._trace import Flat, Kind
 
 CUSTOM_RULE = "custom_vjp"  # scope of what a custom rule computes
 # Names of what a rule of its own is given and returns.
@@ -29,7 +29,7 @@ def rewrite(flat: Flat) -> tuple[Flat, Callable[[Sequence[Any]], list[Any]]]:
     facts = flow(jaxpr, input_facts(wider), learn)
 
     def depends(v: Any) -> bool:
-        return read(facts, v) != 0
+        return fact_of(facts, v) != 0
 
     classes = classify(
         jaxpr, _largest(jaxpr, depends), depends, set(filter(depends, wider.invars))
@@ -75,7 +75,7 @@ def _tagged(jaxpr: Any) -> Any:
     env: dict[Any, Any] = {}
 
     def tag(v: Any, eqn: Any, name: str) -> Any:
-        eqns.append(_compat.name_equation(eqn, v, name))
+        eqns.append(name_equation(eqn, v, name))
         return eqns[-1].outvars[0]
 
     for eqn in jaxpr.eqns:
@@ -83,7 +83,7 @@ def _tagged(jaxpr: Any) -> Any:
         is_rule = eqn.primitive.name.startswith(_OWN_RULES)
         if is_rule:
             inputs = [
-                tag(v, eqn, GIVEN) if is_float(v) and not _compat.is_literal(v) else v
+                tag(v, eqn, GIVEN) if is_float(v) and not is_literal(v) else v
                 for v in inputs
             ]
         source = eqn.source_info
@@ -94,4 +94,4 @@ def _tagged(jaxpr: Any) -> Any:
         if is_rule:
             env |= {v: tag(v, eqn, RETURNED) for v in eqn.outvars if is_float(v)}
     outputs = [rename(v, env) for v in jaxpr.outvars]
-    return _compat.with_outputs(jaxpr, eqns, outputs)
+    return with_outputs(jaxpr, eqns, outputs)

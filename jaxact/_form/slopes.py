@@ -14,9 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxact import _compat
-from jaxact._form.primitives import LINEAR, SMOOTH, is_piecewise_linear
-from jaxact._surgery import flatten, jit_body
+from jaxact._jaxpr.compat import open_jaxpr
+from jaxact._jaxpr.evaluate import bind, traced_at, value_of, varying_alike
+from jaxact._jaxpr.primitives import LINEAR, SMOOTH
+from jaxact._jaxpr.read import is_literal, is_piecewise_linear
+from jaxact._jaxpr.rewrite import flatten, jit_body
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ def slopes_of(
     """The output of an equation and its slopes in the moving inputs."""
     name, dtype = eqn.primitive.name, eqn.outvars[0].aval.dtype
     if name in LINEAR or name in ("mul", "select_n"):
-        out = _compat.bind(eqn, inputs)[0]
+        out = bind(eqn, inputs)[0]
         if name == "mul":
             return out, [jnp.asarray(inputs[1 - i], dtype) for i in moving]
         if name == "select_n":
@@ -44,7 +46,7 @@ def slopes_of(
             return out, [Choice(which == i - 1) for i in moving]
         is_minus = {"sub": {1}, "neg": {0}}.get(name, set())
         return out, [-1 if i in is_minus else 1 for i in moving]
-    out, slopes = _compat.bind(eqn, inputs)[0], []
+    out, slopes = bind(eqn, inputs)[0], []
     for i in moving:
         slope = _slope(eqn, inputs, i)
         slopes.append(Choice(slope != 0, slope) if is_piecewise_linear(eqn) else slope)
@@ -60,11 +62,11 @@ def _slope(eqn: Any, inputs: Sequence[Any], i: int) -> Any:
     except TypeError:  # unhashable parameters
         program = None
     if program is not None:
-        with _compat.traced_at(eqn):
+        with traced_at(eqn):
             return _evaluate(program, inputs)
 
     def along(x: Any) -> Any:
-        return _compat.bind(eqn, [*inputs[:i], x, *inputs[i + 1 :]])[0]
+        return bind(eqn, [*inputs[:i], x, *inputs[i + 1 :]])[0]
 
     x = jnp.asarray(inputs[i], dtypes[i])
     return jax.jvp(along, (x,), (jnp.ones_like(x),))[1]
@@ -87,7 +89,7 @@ def _scalar_slope(
         return jax.jvp(f, (scalars[i],), (np.ones((), dtypes[i]),))[1]
 
     closed = jax.make_jaxpr(slope)(*[jax.ShapeDtypeStruct((), d) for d in dtypes])
-    jaxpr, consts = _compat.open_jaxpr(closed)
+    jaxpr, consts = open_jaxpr(closed)
     jaxpr, more = flatten(jaxpr, jit_body)
     simple = all(e.primitive.name in SMOOTH | LINEAR for e in jaxpr.eqns)
     return jaxpr if simple and not consts and not more else None
@@ -96,18 +98,18 @@ def _scalar_slope(
 def _evaluate(jaxpr: Any, inputs: Sequence[Any]) -> Any:
     env = dict(zip(jaxpr.invars, inputs, strict=True))
     for eqn in jaxpr.eqns:
-        values = _compat.varying_alike([_compat.value(v, env) for v in eqn.invars])
+        values = varying_alike([value_of(v, env) for v in eqn.invars])
         ones = [i for i, v in enumerate(eqn.invars) if _is_one(v)]
         if eqn.primitive.name == "mul" and ones:
             env[eqn.outvars[0]] = values[1 - ones[0]]
         else:
             # Not as it was traced: the program may have been, for another mesh.
             env[eqn.outvars[0]] = eqn.primitive.bind(*values, **eqn.params)
-    return _compat.value(jaxpr.outvars[0], env)
+    return value_of(jaxpr.outvars[0], env)
 
 
 def _is_one(v: Any) -> bool:
-    return _compat.is_literal(v) and v.val == 1
+    return is_literal(v) and v.val == 1
 
 
 def times(a: Any, b: Any) -> Any:

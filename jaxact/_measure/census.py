@@ -6,9 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxact import _compat
 from jaxact._bits.cost import Cost, levels_variance
-from jaxact._call import Flat
 from jaxact._codec import (
     Action,
     Cast,
@@ -17,9 +15,11 @@ from jaxact._codec import (
     Quantize,
     codec_of,
 )
-from jaxact._engine import is_inexact
-from jaxact._mark import mark_p
-from jaxact._program import active_of, with_active
+from jaxact._jaxpr.compat import open_jaxpr
+from jaxact._jaxpr.rewrite import without_unused
+from jaxact._plan.forward import active_of, with_active
+from jaxact._plan.mark import mark_p
+from jaxact._trace import Flat, is_inexact
 
 
 class Rounded(NamedTuple):
@@ -58,10 +58,10 @@ def census(
         out, vjp = jax.vjp(of_active, active_of(values, active))
         return vjp([jnp.ones_like(x) for x in out])
 
-    jaxpr, _ = _compat.open_jaxpr(jax.make_jaxpr(derivative)(list(values)))
+    jaxpr, _ = open_jaxpr(jax.make_jaxpr(derivative)(list(values)))
     found: dict[str, Rounded] = {}
     # A checkpoint's forward pass has marks too, of what it does not keep.
-    for eqn, copies in _marks(_compat.without_unused(jaxpr), 1):
+    for eqn, copies in _marks(without_unused(jaxpr), 1):
         decision, aval = eqn.params["decision"], eqn.outvars[0].aval
         bits, key = _bits(decision.action), decision.residual.key
         if bits is not None:
@@ -78,7 +78,7 @@ def _marks(jaxpr: Any, copies: int) -> Iterator[tuple[Any, int]]:
         inside = copies * eqn.params.get("length", 1)
         for param in eqn.params.values():
             for body in param if isinstance(param, tuple | list) else (param,):
-                found, _ = _compat.open_jaxpr(body)
+                found, _ = open_jaxpr(body)
                 if hasattr(found, "eqns"):
                     yield from _marks(found, inside)
 

@@ -26,7 +26,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxact import _compat
+from jaxact._jaxpr.evaluate import bind
+from jaxact._jaxpr.read import is_literal
 
 # (noisy input, path) -> deviation of each element, float32
 Deviations = dict[tuple[int, Hashable], jax.Array]
@@ -159,7 +160,7 @@ def _move(
             else x
             for x, errors in zip(inputs, operands, strict=True)
         ]
-        for place, deviation in zip(out, _compat.bind(eqn, moved), strict=True):
+        for place, deviation in zip(out, bind(eqn, moved), strict=True):
             place[source, path_after(path)] = deviation
     return out
 
@@ -168,7 +169,7 @@ def _sum(eqn: Any, operands: Sequence[Deviations]) -> list[Deviations]:
     """Variances of independent errors add."""
     out: Deviations = {}
     for source, variance in variances(operands[0]).items():
-        (total,) = _compat.bind(eqn, [variance])
+        (total,) = bind(eqn, [variance])
         out[source, eqn.outvars[0]] = jnp.sqrt(total)
     return [out]
 
@@ -180,7 +181,7 @@ def _tells_infinity_or_nan(eqn: Any) -> bool:
     if eqn.primitive.name not in ("eq", "ne"):
         return False
     a, b = eqn.invars
-    literals = [v.val for v in (a, b) if _compat.is_literal(v)]
+    literals = [v.val for v in (a, b) if is_literal(v)]
     return a is b or any(not math.isfinite(x) for x in literals)
 
 

@@ -16,21 +16,22 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxact import _compat
-from jaxact._call import Flat, Kind, Static
-from jaxact._engine import (
+from jaxact._decision import Decision
+from jaxact._engine.vjp import (
     behind_barrier,
     decoded,
     differentiable,
     forward_pass,
-    is_inexact,
     plan_for,
 )
-from jaxact._mark import Call
-from jaxact._measure.revise import evaluate
-from jaxact._policy import Decision
-from jaxact._program import Plan, trace_forward
+from jaxact._jaxpr.compat import VJP_OPTIONS
+from jaxact._jaxpr.rewrite import new_variable, with_inputs
+from jaxact._measure.replace_calls import evaluate
+from jaxact._plan.forward import trace_forward
+from jaxact._plan.mark import CompressedCall
+from jaxact._plan.plan import Plan
 from jaxact._residual import join_paths
+from jaxact._trace import Flat, Kind, Static, is_inexact
 
 Probe = dict[str, jax.Array]
 
@@ -68,7 +69,9 @@ class Instrument(abc.ABC):
         """`run(decoded, cotangents)`, and the cotangent of each residual's setting."""
 
 
-def instrumented_call(instrument: Instrument, call: Call) -> Callable[..., list[Any]]:
+def instrumented_call(
+    instrument: Instrument, call: CompressedCall
+) -> Callable[..., list[Any]]:
     """(draw, *values) -> outputs: the call, measured when it is differentiated."""
     flat = call.flat
     plans: dict[Any, Plan] = {}
@@ -78,7 +81,9 @@ def instrumented_call(instrument: Instrument, call: Call) -> Callable[..., list[
             names = list(draw.probe)
 
             def measure_body(body: Flat, draw: Any, values: Any, scope: str) -> Any:
-                inside = Call(body, call.policy, join_paths(call.prefix, scope))
+                inside = CompressedCall(
+                    body, call.policy, join_paths(call.prefix, scope)
+                )
                 return instrumented_call(instrument, inside)(draw, *values)
 
             run = differentiable(flat, call.policy, measure_body)
@@ -126,7 +131,7 @@ def instrumented_call(instrument: Instrument, call: Call) -> Callable[..., list[
             found[key] = found.get(key, 0) + next(rest)
         return (Draw(None, found), *values)
 
-    measured.defvjp(fwd, bwd, **_compat.VJP_OPTIONS)
+    measured.defvjp(fwd, bwd, **VJP_OPTIONS)
     return measured
 
 
@@ -164,9 +169,9 @@ def _measured(
 
 def _with_parameters(flat: Flat, arrays: Sequence[jax.Array]) -> Flat:
     """`flat` with inputs that it does not read, taken for parameters."""
-    more = [_compat.new_variable(jax.typeof(a)) for a in arrays]
+    more = [new_variable(jax.typeof(a)) for a in arrays]
     return Flat(
-        _compat.with_inputs(flat.jaxpr, more),
+        with_inputs(flat.jaxpr, more),
         (*flat.kinds, *(Kind.PARAMETER for _ in more)),
         (*flat.paths, *("probe" for _ in more)),
         (*flat.owners, *(-1 for _ in more)),
@@ -187,7 +192,9 @@ def evaluate_instrumented(
       seed: uint32 scalar, joined to every call's own.
     """
 
-    def measure(call: Call, own: Any, values: Sequence[Any], extra: Any) -> list[Any]:
+    def measure(
+        call: CompressedCall, own: Any, values: Sequence[Any], extra: Any
+    ) -> list[Any]:
         probe, seed = extra
         own = jnp.ravel(own)[0] if jnp.ndim(own) else own  # under vmap: one of them
         draw = Draw(jnp.asarray(own, jnp.uint32) ^ jnp.asarray(seed, jnp.uint32), probe)

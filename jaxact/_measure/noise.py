@@ -21,18 +21,25 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxact import _compat
-from jaxact._flow import flow
+from jaxact._jaxpr.compat import open_jaxpr
+from jaxact._jaxpr.evaluate import bind, value_of
+from jaxact._jaxpr.flow import flow
+from jaxact._jaxpr.primitives import MATMULS
+from jaxact._jaxpr.read import call_body, is_float, is_literal, variables_in
+from jaxact._jaxpr.rewrite import (
+    Body,
+    flatten,
+    inlinable_body,
+    new_equation,
+    new_variable,
+    prune,
+)
 from jaxact._measure.deviations import (
     FOLLOWED,
     Deviations,
     pass_on,
     variances as variances_of,
 )
-from jaxact._program import is_float
-from jaxact._surgery import Body, call_body, flatten, prune
-
-MEETINGS = frozenset(["dot_general", "conv_general_dilated"])
 
 
 class Noise(NamedTuple):
@@ -83,11 +90,11 @@ def evaluate_with_noise(
         v = flat.invars[i]
         walk.arrive(v, env[v], {(i, None): _deviation(i, v, variance)})
     for eqn in flat.eqns:
-        inputs = [_compat.value(v, env) for v in eqn.invars]
-        outputs = _compat.bind(eqn, inputs)
+        inputs = [value_of(v, env) for v in eqn.invars]
+        outputs = bind(eqn, inputs)
         env.update(zip(eqn.outvars, outputs, strict=True))
         walk.step(eqn, inputs, outputs)
-    return [_compat.value(v, env) for v in flat.outvars], walk.totals(variances)
+    return [value_of(v, env) for v in flat.outvars], walk.totals(variances)
 
 
 @dataclass
@@ -118,12 +125,10 @@ class _Walk:
 
     def step(self, eqn: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Follow errors through one equation."""
-        operands = [
-            {} if _compat.is_literal(v) else self.errors.get(v, {}) for v in eqn.invars
-        ]
+        operands = [{} if is_literal(v) else self.errors.get(v, {}) for v in eqn.invars]
         if not any(operands):
             return
-        if eqn.primitive.name in MEETINGS:
+        if eqn.primitive.name in MATMULS:
             for place, errors in enumerate(operands):
                 self._meet(eqn, place, inputs, outputs[0], errors)
             return
@@ -237,29 +242,29 @@ def _find_targets(jaxpr: Any, products: set[Any]) -> set[Any]:
         v
         for eqn in jaxpr.eqns
         if eqn.primitive.name not in FOLLOWED
-        for v in _compat.variables(eqn.invars)
+        for v in variables_in(eqn.invars)
     }
-    return (read & products) | set(_compat.variables(jaxpr.outvars))
+    return (read & products) | set(variables_in(jaxpr.outvars))
 
 
 def _body(eqn: Any) -> Body | None:
     """What of a program is inlined: all calls with one body."""
-    body = call_body(eqn)
-    closed = None if eqn.effects else _compat.call_body(eqn)
+    body = inlinable_body(eqn)
+    closed = None if eqn.effects else call_body(eqn)
     if body is not None or closed is None or eqn.primitive.name in ("jit", "pjit"):
         return body
-    jaxpr, consts = _compat.open_jaxpr(closed)
+    jaxpr, consts = open_jaxpr(closed)
     constants = tuple(zip(jaxpr.constvars, consts, strict=True))
     inputs, eqns = jaxpr.invars, jaxpr.eqns
     if eqn.params.get("differentiated") and eqn.params.get("prevent_cse"):
         # What a checkpoint recomputes starts behind a barrier, as in its own lowering.
-        outside = [_compat.new_variable(v.aval) for v in inputs]
+        outside = [new_variable(v.aval) for v in inputs]
         eqns, inputs = [*_barrier(eqn, outside, inputs), *eqns], outside
     return Body(inputs, eqns, jaxpr.outvars, constants)
 
 
 def _barrier(like: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> Iterator[Any]:
-    traced, _ = _compat.open_jaxpr(jax.make_jaxpr(lax.optimization_barrier)(0.0))
+    traced, _ = open_jaxpr(jax.make_jaxpr(lax.optimization_barrier)(0.0))
     if inputs:
         primitive = traced.eqns[0].primitive
-        yield _compat.new_equation(like, primitive, inputs, outputs, {})
+        yield new_equation(like, primitive, inputs, outputs, {})

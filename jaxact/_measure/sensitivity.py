@@ -9,15 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxact._adapters import pure_call
 from jaxact._bits.cost import Sensitivity
-from jaxact._call import is_array
 from jaxact._compress import compress
+from jaxact._decision import Decision
 from jaxact._measure.census import census
 from jaxact._measure.instrument import Instrument, evaluate_instrumented
-from jaxact._policy import Decision, Policy
-from jaxact._program import active_of, with_active
-from jaxact._report import differentiated, trace_pure
+from jaxact._modules.find import pure_call
+from jaxact._plan.forward import active_of, with_active
+from jaxact._policy import Policy
+from jaxact._report.residuals import differentiated, trace_pure
+from jaxact._trace import is_array
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,15 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxact import _compat
-from jaxact._adapters import pure_call
 from jaxact._bits.cost import Sensitivity
-from jaxact._engine import is_inexact
+from jaxact._decision import Decision
+from jaxact._jaxpr.compat import open_jaxpr
 from jaxact._measure.census import Rounded, census
 from jaxact._measure.instrument import Instrument, evaluate_instrumented
 from jaxact._measure.noise import evaluate_with_noise
-from jaxact._policy import Decision
-from jaxact._report import trace_pure
+from jaxact._modules.find import pure_call
+from jaxact._report.residuals import trace_pure
+from jaxact._trace import is_inexact
 
 # The most that noise is said to be of a signal.
 LARGEST = 100.0
@@ -53,7 +53,7 @@ class NoiseGauge(Instrument):
         cotangents: list[Any],
     ) -> tuple[list[Any], list[jax.Array]]:
         closed = jax.make_jaxpr(run)(decoded, cotangents)
-        jaxpr, consts = _compat.open_jaxpr(closed)
+        jaxpr, consts = open_jaxpr(closed)
         inputs = jax.tree.leaves((decoded, cotangents))
         outputs, noise = evaluate_with_noise(
             jaxpr,

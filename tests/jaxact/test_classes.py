@@ -9,9 +9,9 @@ import pytest
 from jax import checkpoint_policies as save, lax
 from jax.ad_checkpoint import checkpoint_name
 
-import blocks
 import jaxact
 from jaxact import Cast, Exact, Offload, Policy, Quantize, Recompute, Rule
+from support import blocks
 
 # Look-ups alone leave nothing to compress, and say so.
 pytestmark = pytest.mark.filterwarnings("ignore::jaxact.CompressionWarning")

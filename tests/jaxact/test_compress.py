@@ -9,7 +9,7 @@ import pytest
 
 import jaxact
 from jaxact import Exact, Policy
-from programs import relative_error, same_bits
+from support.programs import relative_error, same_bits
 
 W, X = jnp.ones((64, 64)) / 8, jax.random.normal(jax.random.key(0), (32, 64))
 

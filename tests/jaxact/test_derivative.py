@@ -12,13 +12,15 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 import jaxact
-from jaxact import Exact, Policy, Rule, _compat
+from jaxact import Exact, Policy, Rule
 from jaxact._form.derivative import (
     Cluster,
     differentiate,
     eliminate,
     plan_elimination,
 )
+from jaxact._jaxpr.compat import open_jaxpr
+from jaxact._jaxpr.read import call_body, variables_in
 
 pytestmark = pytest.mark.unoptimized
 
@@ -265,10 +267,10 @@ def test_planned_elimination_preserves_the_derivative(program, outputs, exact):
         return [made[k % len(made)] for k in sorted(outputs)]
 
     args = jnp.array([1.0, -1.0, 0.0]), jnp.array([1.0, 1.0, -1.0])
-    jaxpr, _ = _compat.open_jaxpr(jax.make_jaxpr(f)(*args))
-    jits = [e for e in jaxpr.eqns if _compat.call_body(e) is not None]
+    jaxpr, _ = open_jaxpr(jax.make_jaxpr(f)(*args))
+    jits = [e for e in jaxpr.eqns if call_body(e) is not None]
     assert not jits
-    outs = list(dict.fromkeys(_compat.variables(jaxpr.outvars)))
+    outs = list(dict.fromkeys(variables_in(jaxpr.outvars)))
     known = {jaxpr.invars[i] for i in exact}
     cluster = Cluster(tuple(jaxpr.eqns), tuple(jaxpr.invars), tuple(outs))
     order, before, after = plan_elimination(cluster, lambda v: v in known)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from backward_programs import Program, agree, draw, normal, quick_jit, uneven
+from support.backward_programs import Program, agree, draw, normal, quick_jit, uneven
 
 SIZE = 256
 VARIANCE = 1e-4 * (0.5 + uneven(2, SIZE))

@@ -11,11 +11,11 @@ import pytest
 from scipy import stats
 
 import jaxact
-import oracle
-from eight_devices import collectives, run_on_eight_devices
 from jaxact import DualPrecision, Policy, Quantize
 from jaxact._codec.blocks import Blocks
-from subjects import jit_interpreted
+from support import oracle
+from support.eight_devices import collectives, run_on_eight_devices
+from support.subjects import jit_interpreted
 
 FAILURE = 1e-9
 SEED = np.uint32(7)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from backward_programs import Program, check, normal, uneven
+from support.backward_programs import Program, check, normal, uneven
 
 
 def linear(x, w):

@@ -25,7 +25,7 @@ from scipy import stats
 
 import jaxact
 from jaxact import Policy
-from linen_modules import (
+from support.linen_modules import (
     MUTABLE,
     Block,
     Layer,
@@ -38,8 +38,8 @@ from linen_modules import (
     same,
     step,
 )
-from newest import newest
-from wrapping import (
+from support.newest import newest
+from support.wrapping import (
     AS_WRITTEN,
     BATCH,
     FAILURE,

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from jax.experimental import topologies
 
-from gpu_target import needs_target
 from jaxact import _memory, memory
-from jaxact._targets import TARGETS
+from jaxact._memory.targets import TARGETS
+from support.gpu_target import needs_target
 
 SIDE = 512
 SQUARE = SIDE * SIDE * 4  # bytes of one float32 array

@@ -19,8 +19,8 @@ from scipy import stats
 
 import jaxact
 from jaxact import Policy
-from newest import newest
-from nnx_modules import (
+from support.newest import newest
+from support.nnx_modules import (
     MODES,
     SEEDED,
     VARIANTS,
@@ -34,7 +34,7 @@ from nnx_modules import (
     stepper,
     two_steps,
 )
-from wrapping import (
+from support.wrapping import (
     AS_WRITTEN,
     BITS,
     FAILURE,

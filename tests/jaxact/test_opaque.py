@@ -7,9 +7,11 @@ import pytest
 from jax import lax
 
 import jaxact
-from jaxact import Policy, Quantize, _compat
-from jaxact._opaque import opaque
-from programs import same_bits
+from jaxact import Policy, Quantize
+from jaxact._jaxpr.compat import open_jaxpr, scan_counts
+from jaxact._jaxpr.opaque import opaque
+from jaxact._jaxpr.read import call_body
+from support.programs import same_bits
 
 X = jnp.linspace(-2.0, 2.0, 48).reshape(3, 16)
 WIDTH, BATCH, DEPTH = 32, 64, 3
@@ -49,7 +51,7 @@ def test_constants_are_inputs_of_the_equation():
     assert same_bits(opaque(f, X), f(X))
     assert same_bits(jax.jit(lambda x: opaque(f, x))(X), jax.jit(f)(X))
     jaxpr = jax.make_jaxpr(lambda x: opaque(f, x))(X)
-    body, _ = _compat.open_jaxpr(jaxpr.eqns[-1].params["jaxpr"])
+    body, _ = open_jaxpr(jaxpr.eqns[-1].params["jaxpr"])
     assert not body.constvars
 
 
@@ -76,9 +78,9 @@ def scans(jaxpr):
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "scan":
             yield eqn
-        body = _compat.call_body(eqn)
+        body = call_body(eqn)
         if body is not None:
-            yield from scans(_compat.open_jaxpr(body)[0])
+            yield from scans(open_jaxpr(body)[0])
 
 
 def block_of(activation, policy):
@@ -101,15 +103,15 @@ def test_nothing_as_large_as_a_residual_is_hoisted_out_of_a_scan(activation, bit
         return lax.scan(layer, x, w)[0].sum()
 
     w, x = jnp.ones((DEPTH, WIDTH, WIDTH)), jnp.ones((BATCH, WIDTH))
-    jaxpr, _ = _compat.open_jaxpr(jax.make_jaxpr(jax.grad(loss))(w, x))
+    jaxpr, _ = open_jaxpr(jax.make_jaxpr(jax.grad(loss))(w, x))
     found = list(scans(jaxpr))
     assert len(found) == 2, "one scan forward, one backward"
     for eqn in found:
-        num_consts, num_carry = _compat.scan_counts(eqn)
+        num_consts, num_carry = scan_counts(eqn)
         consts = [v.aval.size for v in eqn.invars[:num_consts]]
         assert max(consts, default=0) < x.size, "as large as the residual"
     forward = found[0]
-    stacked = forward.outvars[_compat.scan_counts(forward)[1] :]
+    stacked = forward.outvars[scan_counts(forward)[1] :]
     floats = [v for v in stacked if v.aval.dtype == x.dtype and v.aval.size >= x.size]
     assert not [v for v in floats if v.aval.shape[1:] == x.shape]
 
@@ -131,8 +133,8 @@ def test_a_plain_function_would_be_hoisted():
         jaxpr = jax.make_jaxpr(jax.grad(lambda w: loss(w, x, hide)))(w)
         inputs = [
             v.aval.size
-            for eqn in scans(_compat.open_jaxpr(jaxpr)[0])
-            for v in eqn.invars[: _compat.scan_counts(eqn)[0]]
+            for eqn in scans(open_jaxpr(jaxpr)[0])
+            for v in eqn.invars[: scan_counts(eqn)[0]]
         ]
         return max(inputs, default=0)
 

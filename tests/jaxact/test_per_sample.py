@@ -10,10 +10,10 @@ from jax import lax
 from scipy import stats
 
 import jaxact
-from eight_devices import collectives, run_on_eight_devices
 from jaxact import Offload, PerSample, Policy, Quantize
-from oracle import rounding_variance
-from subjects import jit_interpreted
+from support.eight_devices import collectives, run_on_eight_devices
+from support.oracle import rounding_variance
+from support.subjects import jit_interpreted
 
 FAILURE = 1e-9
 DRAWS = 256

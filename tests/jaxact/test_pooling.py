@@ -10,7 +10,7 @@ from jax import lax
 
 import jaxact
 from jaxact import Bitmask, Exact, Policy
-from programs import same_bits
+from support.programs import same_bits
 
 pytestmark = [
     pytest.mark.unoptimized,

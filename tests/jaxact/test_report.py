@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxact
 from jaxact import Exact, Policy, Quantize, Rule
-from programs import PROGRAMS, each_program, kept_bytes
+from support.programs import PROGRAMS, each_program, kept_bytes
 
 
 def mlp(p, x):

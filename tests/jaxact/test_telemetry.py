@@ -9,9 +9,9 @@ from flax import nnx
 from jax import lax
 
 import jaxact
-import oracle
-from eight_devices import run_on_eight_devices
 from jaxact import Policy
+from support import oracle
+from support.eight_devices import run_on_eight_devices
 
 pytestmark = pytest.mark.unoptimized
 

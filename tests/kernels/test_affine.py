@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import oracle
 from jaxact_kernels import affine
-from subjects import Affine, every_affine, jitted, sample
+from support import oracle
+from support.subjects import Affine, every_affine, jitted, sample
 
 SHAPES = [(), (3, 300), (2, 5, 31)]
 EMPTY = [(0,), (0, 5), (5, 0), (2, 0, 3)]

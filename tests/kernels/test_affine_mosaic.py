@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from gpu_target import needs_target
 from jaxact import _memory
 from jaxact_kernels.affine import Stored, mosaic_gpu, reference
 from jaxact_kernels.device import Device
 from jaxact_kernels.layout import layout_of
 from jaxact_kernels.numbering import box
+from support.gpu_target import needs_target
 
 interprets = pytest.mark.skipif(
     not hasattr(plgpu, "InterpretGPUParams"),

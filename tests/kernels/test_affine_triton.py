@@ -15,8 +15,8 @@ from jaxact_kernels.affine import reference, triton
 from jaxact_kernels.affine.reference import Stored
 from jaxact_kernels.config import Config, heuristic
 from jaxact_kernels.numbering import box
-from newest import newest
-from subjects import Affine, jit_interpreted as jit, sample
+from support.newest import newest
+from support.subjects import Affine, jit_interpreted as jit, sample
 
 SEED = np.uint32(7)
 SMALL = Config(4, 1)

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from assembler import assemble
-from gpu_target import needs_target
 from jaxact_kernels.affine import Stored, triton
 from jaxact_kernels.layout import layout_of
+from support.gpu_target import needs_target
 
 pytestmark = needs_target
 

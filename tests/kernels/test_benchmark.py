@@ -17,9 +17,9 @@ import pytest
 import jaxact
 import jaxact_kernels
 from assembler import tool
-from gpu_target import needs_target
 from jaxact_kernels.config import heuristic
-from newest import newest
+from support.gpu_target import needs_target
+from support.newest import newest
 
 SCRIPTS = Path(__file__).parents[2] / "kernels" / "benchmarks"
 LARGE = "small stream"

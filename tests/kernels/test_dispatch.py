@@ -7,7 +7,7 @@ import pytest
 
 from jaxact_kernels import affine, index, mask
 from jaxact_kernels.device import Device, described
-from subjects import Affine, sample
+from support.subjects import Affine, sample
 
 SHAPE = (8, 1024)
 X = jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16)

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import oracle
 from jaxact_kernels import index, mask
-from subjects import Index, jitted, sample
+from support import oracle
+from support.subjects import Index, jitted, sample
 
 SHAPES = [(), (1,), (64,), (3, 300), (2, 5, 31), (2, 3, 512), (8, 3, 7, 96), (4, 1009)]
 DTYPES = ["int8", "int16", "int32", "uint8", "uint16", "uint32"]

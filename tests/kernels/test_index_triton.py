@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from assembler import assemble
-from gpu_target import needs_target
 from jaxact_kernels.config import Config
 from jaxact_kernels.index import reference, triton
 from jaxact_kernels.index.reference import index_layout
 from jaxact_kernels.mask import reference as mask_reference, triton as mask
-from newest import newest
-from subjects import Index, Mask, jit_interpreted as jit, sample
+from support.gpu_target import needs_target
+from support.newest import newest
+from support.subjects import Index, Mask, jit_interpreted as jit, sample
 
 SMALL = Config(4, 1)
 RUN = {"config": SMALL, "interpret": True}

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-import oracle
 from jaxact_kernels.layout import Layout, layout_of
+from support import oracle
 
 CASES = [
     # shape, group size -> leading axes, row length, groups in a row, group

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-import oracle
 from jaxact_kernels import noise
+from support import oracle
 
 FAILURE = 1e-9
 GROUP, GROUPS = 256, 512

@@ -15,16 +15,16 @@ import pytest
 from jax.experimental import topologies
 from jax.sharding import AxisType
 
-from eight_devices import COLLECTIVES, collectives, run_on_eight_devices
-from gpu_target import needs_target
-from jaxact._targets import TARGETS
+from jaxact._memory.targets import TARGETS
 from jaxact_kernels import affine, mask
 from jaxact_kernels.affine import triton
 from jaxact_kernels.config import Config
 from jaxact_kernels.device import Device
 from jaxact_kernels.numbering import box
 from jaxact_kernels.partition import sharded_kernel
-from subjects import Affine, sample
+from support.eight_devices import COLLECTIVES, collectives, run_on_eight_devices
+from support.gpu_target import needs_target
+from support.subjects import Affine, sample
 
 SHAPE = (8, 4, 256)
 SEED = np.uint32(7)

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import oracle
 from jaxact_kernels import planes, words
 from jaxact_kernels.planes.reference import allocate, log2_sensitivity
-from subjects import Planes, jitted, sample
+from support import oracle
+from support.subjects import Planes, jitted, sample
 
 SHAPES = [(), (40,), (5, 300), (4, 3, 31), (3, 2, 520)]
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import oracle
 from jaxact_kernels import words
+from support import oracle
 
 every_width = pytest.mark.parametrize("bits", range(1, 9))
 

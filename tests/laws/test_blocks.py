@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import jaxact
-from blocks import BLOCKS, each_block
 from jaxact import Bitmask, Exact, Policy, Quantize, Rule
-from newest import newest
-from programs import relative_error, same_bits
+from support.blocks import BLOCKS, each_block
+from support.newest import newest
+from support.programs import relative_error, same_bits
 
 # A node's stored value is both what is mixed and what the weights are computed from, so
 # its rounding is squared: see the last test.

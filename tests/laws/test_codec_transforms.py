@@ -6,8 +6,16 @@ import numpy as np
 import pytest
 from jax import lax
 
-from eight_devices import collectives, run_on_eight_devices
-from subjects import SUBJECTS, Affine, Index, Mask, every_subject, jitted, sample
+from support.eight_devices import collectives, run_on_eight_devices
+from support.subjects import (
+    SUBJECTS,
+    Affine,
+    Index,
+    Mask,
+    every_subject,
+    jitted,
+    sample,
+)
 
 SHAPE = (3, 300)
 

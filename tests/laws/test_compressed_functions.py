@@ -10,7 +10,7 @@ from jax import checkpoint_policies as save
 
 import jaxact
 from jaxact import Exact, Offload, Policy, Quantize, Rule
-from programs import PROGRAMS, each_program, relative_error, same_bits, scalar
+from support.programs import PROGRAMS, each_program, relative_error, same_bits, scalar
 
 POLICIES = {
     "8 bits": Policy(bits=8),

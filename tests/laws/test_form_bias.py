@@ -34,8 +34,8 @@ import pytest
 from jax import lax
 
 import jaxact
-from newest import newest
-from oracle import rounding_variance
+from support.newest import newest
+from support.oracle import rounding_variance
 
 pytestmark = newest
 

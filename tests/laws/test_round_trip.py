@@ -8,8 +8,16 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from hypothesis.extra import numpy as hnp
 
-import oracle
-from subjects import AFFINE, SUBJECTS, Affine, Planes, every_subject, jitted, sample
+from support import oracle
+from support.subjects import (
+    AFFINE,
+    SUBJECTS,
+    Affine,
+    Planes,
+    every_subject,
+    jitted,
+    sample,
+)
 
 SHAPES = [(), (1,), (257,), (3, 300), (2, 5, 31), (4, 1009), (0,), (0, 5), (5, 0)]
 floats = {

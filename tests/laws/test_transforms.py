@@ -10,7 +10,7 @@ from jax import checkpoint_policies as save, lax
 
 import jaxact
 from jaxact import Policy
-from programs import (
+from support.programs import (
     PROGRAMS,
     kept_bytes,
     relative_error,
@@ -282,6 +282,6 @@ def test_devices_share_the_work_without_new_collectives():
     import sys
     from pathlib import Path
 
-    here = Path(__file__).parent / "sharded_step.py"
+    here = Path(__file__).parents[1] / "support" / "sharded_step.py"
     done = subprocess.run([sys.executable, here], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

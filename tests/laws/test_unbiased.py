@@ -16,7 +16,7 @@ from jax import lax
 from scipy import stats
 
 from jaxact_kernels.affine import reference
-from subjects import Affine, Planes, jitted
+from support.subjects import Affine, Planes, jitted
 
 FAILURE = 1e-9
 DRAWS = 512

@@ -33,8 +33,8 @@ import pytest
 from jax import lax
 
 import jaxact
-from newest import newest
-from oracle import rounding_variance
+from support.newest import newest
+from support.oracle import rounding_variance
 
 DRAWS = 4096
 EPSILON = 1e-5

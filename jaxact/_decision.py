@@ -1,0 +1,76 @@
+"""The decision about one residual: its action, the reason, the bias that it leaves."""
+
+import dataclasses
+import enum
+
+from jaxact._codec import Action, Bias
+from jaxact._residual import Residual
+
+
+class Reason(enum.Enum):
+    """Why a residual has its action, as tables say it."""
+
+    RULE = "rule"
+    DEFAULT = "policy default"
+    BITS = "policy bits"
+    MASK = "one bit is exact"
+    NOT_FLOAT = "stays exact"
+    SMALL = "small"
+    STATISTIC = "a statistic"
+    REFERENCED = "a parameter, referenced in place"
+    NOT_AN_ACTIVATION = "an argument not named in activations"
+    OF_PARAMETERS = "made of parameters alone"
+    STORED_INSIDE = "stored by a compressed call inside"
+    ON_HOST = "offloaded by the recompute policy"
+    SOLVED_WITH = "solved with, or a factorization"
+    ARGUMENT = "an argument: there is nothing to recompute it from"
+    SIDE_EFFECT = "not recomputed: that would repeat a side effect"
+    OUTSIDE = "not in a compressed call"
+
+
+class Remark(enum.Enum):
+    """Something else that a table says about a residual."""
+
+    RECOMPUTED_FROM = "others are recomputed from it"
+    CUSTOM_RULE = "kept for a checkpoint or a custom rule"
+    NORMALIZED = "normalized by channel"
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """What becomes of one residual.
+
+    Attributes:
+      rule: index of the policy's rule that decided, if one did.
+      declined: why the chosen action could not store it; '' where it could.
+    """
+
+    residual: Residual
+    action: Action
+    reason: Reason
+    rule: int | None = None
+    bias: Bias = Bias.EXACT
+    declined: str = ""
+    remarks: tuple[Remark, ...] = ()
+
+    @property
+    def why(self) -> str:
+        """The reason and the remarks, as text."""
+        reason = self.reason.value
+        if self.reason is Reason.NOT_FLOAT:
+            reason = f"{self.residual.dtype} {reason}"
+        if self.rule is not None:
+            reason += f" {self.rule}"
+        if self.declined:
+            reason += f": {self.declined}"
+        return "; ".join([reason, *(remark.value for remark in self.remarks)])
+
+    def with_remark(self, remark: Remark) -> "Decision":
+        """The same, with one more remark."""
+        return dataclasses.replace(self, remarks=(*self.remarks, remark))
+
+    def biased(self, remark: Remark) -> "Decision":
+        """The same for a residual that something nonlinear is computed from."""
+        if self.bias is Bias.EXACT:
+            return self
+        return dataclasses.replace(self.with_remark(remark), bias=Bias.BIASED)

@@ -1,0 +1,1 @@
+"""Store residuals through codecs: `custom_vjp` over flat arrays."""

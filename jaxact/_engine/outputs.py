@@ -1,0 +1,64 @@
+"""Give outputs that depend on different arguments derivative rules of their own.
+
+Needed before JAX 0.11, which added `generic_batching`; see `_jaxpr.compat`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from jaxact._jaxpr.compat import HAS_GENERIC_BATCHING
+from jaxact._jaxpr.flow import fact_of, flow, union
+from jaxact._jaxpr.read import is_float
+from jaxact._jaxpr.rewrite import prune
+from jaxact._plan.plan import Plan
+from jaxact._trace import Flat, Kind
+
+
+def when_all(
+    parts: int, report: Callable[[Sequence[Plan]], None]
+) -> Callable[[Sequence[Plan]], None]:
+    """Report the plans of all parts of a call together, once."""
+    heard: list[Sequence[Plan]] = []
+
+    def collect(plans: Sequence[Plan]) -> None:
+        heard.append(plans)
+        if len(heard) == parts:
+            report([plan for plans in heard for plan in plans])
+
+    return collect
+
+
+def independent_outputs(flat: Flat) -> list[list[int]]:
+    """Groups of outputs that may share one derivative rule.
+
+    Before `generic_batching`, vmap counts the cotangent of an output that ignores the
+    mapped argument once per example. Outputs that depend on different arguments then
+    get rules of their own.
+    """
+    num_outputs = len(flat.jaxpr.outvars)
+    if HAS_GENERIC_BATCHING or num_outputs < 2:
+        return [list(range(num_outputs))]
+    bits = [
+        0 if kind is Kind.PARAMETER else 1 << owner
+        for kind, owner in zip(flat.kinds, flat.owners, strict=True)
+    ]
+    facts = flow(flat.jaxpr, bits, union)
+    groups: dict[int, list[int]] = {}
+    exact = []
+    for place, v in enumerate(flat.jaxpr.outvars):
+        group = groups.setdefault(fact_of(facts, v), []) if is_float(v) else exact
+        group.append(place)
+    first = next(iter(groups.values()), None)
+    if first is None:
+        return [exact]
+    first.extend(exact)
+    return [sorted(group) for group in groups.values()]
+
+
+def select_outputs(flat: Flat, places: Sequence[int]) -> Flat:
+    """`flat` with only the given outputs; side effects go with the first output."""
+    chosen = [flat.jaxpr.outvars[i] for i in places]
+    if len(chosen) == len(flat.jaxpr.outvars):
+        return flat
+    jaxpr = prune(flat.jaxpr, chosen, effects=0 in places)
+    return dataclasses.replace(flat, jaxpr=jaxpr)

@@ -1,0 +1,1 @@
+"""Read and rewrite traced programs (jaxprs)."""

@@ -1,0 +1,105 @@
+"""What differs between the supported JAX versions, each with its reason.
+
+Everything here uses documented modules (`jax.extend`, `jax.interpreters`); nothing
+reaches into `jax._src`. Versions meant: 0.10.2 to 0.12.
+"""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+from jaxact._jaxpr.types import Eqn
+
+# 0.12 batches a backward rule correctly when an output ignores the mapped argument;
+# before, such an output's cotangent was counted once per example, so `_engine`
+# splits outputs by what they depend on.
+HAS_GENERIC_BATCHING = (
+    "generic_batching" in inspect.signature(jax.custom_vjp.defvjp).parameters
+)
+VJP_OPTIONS: dict[str, Any] = {"symbolic_zeros": True} | (
+    {"generic_batching": True} if HAS_GENERIC_BATCHING else {}
+)
+
+
+def open_jaxpr(closed: Any) -> tuple[Any, Sequence[Any]]:
+    """The jaxpr and its constants; in 0.12 the two classes are one."""
+    return getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
+
+
+def custom_vjp_body(eqn: Any) -> Any | None:
+    """What a call with a custom derivative rule evaluates, if it is one.
+
+    0.12 has these calls as objects of one primitive, which hold the traced function.
+    """
+    if eqn.primitive.name == "call_hi_primitive":
+        traced = getattr(eqn.params["_prim"], "traced", None)
+        closed = None if traced is None else traced.jaxpr
+    elif eqn.primitive.name == "custom_vjp_call":
+        closed = eqn.params["call_jaxpr"]
+    else:
+        return None
+    if closed is None:
+        return None
+    jaxpr, _ = open_jaxpr(closed)
+    return closed if len(jaxpr.invars) == len(eqn.invars) else None
+
+
+def scan_counts(eqn: Any) -> tuple[int, int]:
+    """(constants, carries) of a scan; 0.12 dropped `num_consts` and `num_carry`.
+
+    A carry has its body's rank, a stacked input or output one more.
+    """
+    jaxpr, _ = open_jaxpr(eqn.params["jaxpr"])
+
+    def stacked(outer: Any, inner: Any) -> bool:
+        return len(outer.aval.shape) == len(inner.aval.shape) + 1
+
+    num_ys = sum(map(stacked, eqn.outvars, jaxpr.outvars))
+    num_xs = sum(map(stacked, eqn.invars, jaxpr.invars))
+    num_carry = len(eqn.outvars) - num_ys
+    return len(eqn.invars) - num_xs - num_carry, num_carry
+
+
+def reduced_like(gradient: Any, aval: Any) -> Any:
+    """A gradient, summed over the manual axes over which its argument is the same.
+
+    0.12 does that to what a custom derivative rule returns; 0.10 refuses it.
+    """
+    own = jax.typeof(gradient).manual_axis_type.varying
+    more = set(own) - set(aval.manual_axis_type.varying)
+    return lax.psum(gradient, tuple(more)) if more else gradient
+
+
+def with_constants(jaxpr: Any, variables: Sequence[Any], values: Sequence[Any]) -> Any:
+    """`jaxpr` with more constants; in 0.12 it holds their values too."""
+    if not variables:
+        return jaxpr
+    constvars = [*jaxpr.constvars, *variables]
+    held = {"consts": [*jaxpr.consts, *values]} if hasattr(jaxpr, "consts") else {}
+    return jaxpr.replace(constvars=constvars, **held)
+
+
+def is_plain_jit(eqn: Any) -> bool:
+    """Whether an equation is a `jit` without shardings, donation or options.
+
+    What a jit does not say about a sharding is an instance of a private class.
+    """
+    if eqn.primitive.name not in ("jit", "pjit") or eqn.effects:
+        return False
+    params = eqn.params
+    shardings = (*params["in_shardings"], *params["out_shardings"])
+    return (
+        all(type(s).__name__ == "UnspecifiedValue" for s in shardings)
+        and not any(params["donated_invars"])
+        and not params["compiler_options_kvs"]
+    )
+
+
+def bind_params(eqn: Eqn) -> tuple[Sequence[Any], dict[str, Any]]:
+    """The functions and parameters to bind an equation's primitive with again."""
+    params = eqn.primitive.get_bind_params(eqn.params)
+    # (functions, params) until 0.12, params alone since
+    return params if isinstance(params, tuple) else ((), params)

@@ -1,0 +1,43 @@
+"""A call that JAX's partial evaluation does not look into.
+
+When `scan` is differentiated, JAX moves what does not depend on its loop out of it, and
+keeps the results: every constant that an encoder broadcasts would become an array as
+large as the residual (250 MiB on a 12-layer transformer compiled for an H100).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import core
+from jax.extend import core as jex
+from jax.interpreters import batching, mlir
+
+from jaxact._jaxpr.compat import open_jaxpr
+from jaxact._jaxpr.rewrite import without_constants
+
+opaque_p = jex.Primitive("jaxact_opaque")
+opaque_p.multiple_results = True
+
+
+def opaque(f: Callable[..., Any], *args: Any) -> Any:
+    """`f(*args)` for arrays, in one equation that is not differentiated."""
+    closed, out = jax.make_jaxpr(f, return_shape=True)(*args)
+    jaxpr, consts = open_jaxpr(closed)
+    results = opaque_p.bind(*consts, *args, jaxpr=without_constants(jaxpr))
+    return jax.tree.unflatten(jax.tree.structure(out), results)
+
+
+def _evaluate(*args: Any, jaxpr: Any) -> list[Any]:
+    return core.eval_jaxpr(jaxpr, (), *args)
+
+
+def _batch(args: Any, dims: Any, *, jaxpr: Any) -> Any:
+    mapped = jax.vmap(lambda *args: _evaluate(*args, jaxpr=jaxpr), in_axes=dims)
+    return opaque(mapped, *args), [0] * len(jaxpr.outvars)
+
+
+opaque_p.def_impl(_evaluate)
+opaque_p.def_abstract_eval(lambda *_, jaxpr: [v.aval for v in jaxpr.outvars])
+mlir.register_lowering(opaque_p, mlir.lower_fun(_evaluate, multiple_results=True))
+batching.primitive_batchers[opaque_p] = _batch

@@ -1,0 +1,74 @@
+"""Read the parts of a traced program."""
+
+from collections.abc import Hashable, Sequence
+from typing import Any, TypeGuard
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jex
+
+from jaxact._jaxpr.compat import open_jaxpr
+from jaxact._jaxpr.primitives import (
+    CALL_BODIES,
+    ELEMENTWISE,
+    LINEAR,
+    PIECEWISE,
+    STEPS,
+)
+from jaxact._jaxpr.types import Atom, Eqn, Literal
+
+
+def is_literal(v: Atom) -> TypeGuard[Literal]:
+    return isinstance(v, jex.Literal)
+
+
+def variables_in(atoms: Sequence[Any]) -> list[Any]:
+    """The variables among variables and literals."""
+    return [v for v in atoms if not is_literal(v)]
+
+
+def is_float(v: Atom) -> bool:
+    """Whether a variable can have a gradient."""
+    return jnp.issubdtype(v.aval.dtype, jnp.inexact)
+
+
+def literal_key(v: Atom) -> Hashable:
+    """Equal for equal literals, and for the same variable."""
+    if not is_literal(v):
+        return v
+    return v.aval.shape, v.aval.dtype, np.asarray(v.val).tobytes()
+
+
+def call_body(eqn: Any) -> Any | None:
+    """The body of a call equation, if its inputs and outputs map one to one."""
+    key = CALL_BODIES.get(eqn.primitive.name)
+    closed = None if key is None else eqn.params.get(key)
+    if closed is None:
+        return None
+    jaxpr, _ = open_jaxpr(closed)
+    same = len(jaxpr.invars) == len(eqn.invars)
+    return closed if same and len(jaxpr.outvars) == len(eqn.outvars) else None
+
+
+def names_inside(eqn: Eqn) -> frozenset[str]:
+    """The primitives that an equation evaluates, also inside calls."""
+    body = call_body(eqn)
+    if body is None:
+        return frozenset([eqn.primitive.name])
+    jaxpr, _ = open_jaxpr(body)
+    return frozenset().union(*map(names_inside, jaxpr.eqns))
+
+
+def is_elementwise(eqn: Eqn) -> bool:
+    """Whether each element of the one output depends on its own elements alone."""
+    if len(eqn.outvars) != 1 or eqn.effects:
+        return False
+    name = eqn.primitive.name
+    if name == "custom_jvp_call":
+        return names_inside(eqn) <= ELEMENTWISE
+    return name in ELEMENTWISE
+
+
+def is_piecewise_linear(eqn: Eqn) -> bool:
+    """Whether its derivative, where it has one, is a constant or an exact choice."""
+    return names_inside(eqn) <= LINEAR | PIECEWISE | STEPS

@@ -1,0 +1,3 @@
+"""Memory of compiled programs, also for GPUs that are not attached."""
+
+from jaxact._memory.memory import Memory as Memory, memory as memory

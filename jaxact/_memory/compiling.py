@@ -1,0 +1,118 @@
+"""Compile a step for the local backend, or for a GPU that is not attached."""
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+
+from jaxact._memory.targets import TARGETS
+
+
+def compile_step(step: Any, args: Any, kwargs: Any, target: str | None) -> Any:
+    traceable = step if hasattr(step, "trace") else jax.jit(step)
+    if target is None:
+        return traceable.trace(*args, **kwargs).lower().compile()
+    device = device_of(target)
+    args, kwargs = jax.tree.map(abstract_on(device), (args, kwargs))
+    with described(target), complete_toolchain(target):
+        # Pallas looks for its device while tracing and lowering.
+        traced = traceable.trace(*args, **kwargs)
+        return traced.lower(lowering_platforms=("cuda",)).compile()
+
+
+def abstract_on(device: Any) -> Callable[[Any], Any]:
+    """Map an array to its abstract twin on `device`; leave anything else."""
+    sharding = jax.sharding.SingleDeviceSharding(device)
+
+    def place(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+            return leaf  # a Python number, or a static value
+        spread = getattr(leaf, "sharding", None)
+        if spread is not None and len(spread.device_set) > 1:
+            raise ValueError(
+                f"an argument of shape {leaf.shape} is sharded over "
+                f"{len(spread.device_set)} devices; a target is one GPU: pass "
+                "jax.ShapeDtypeStructs of the shapes that one device holds"
+            )
+        traced = jax.eval_shape(lambda x: x, leaf)  # the dtype that JAX will use
+        return traced.update(sharding=sharding)
+
+    return place
+
+
+@functools.cache
+def device_of(target: str) -> Any:
+    """A compile-only device of the kind that `target` names."""
+    if target not in TARGETS:
+        raise ValueError(
+            f"unknown target {target!r}: choose one of {', '.join(sorted(TARGETS))}, "
+            "or None for the local backend"
+        )
+    describe = functools.partial(
+        topologies.get_topology_desc,
+        platform="cuda",
+        target_config=TARGETS[target].description,
+        topology="1x1x1",
+    )
+    try:
+        return describe().devices[0]
+    except NotImplementedError:  # no CUDA plugin, or one that found no libraries
+        _register_compiler(target)
+        return describe().devices[0]
+
+
+def _register_compiler(target: str) -> None:
+    """Register the CUDA plugin on a machine without the libraries that run programs.
+
+    JAX skips a plugin whose cuDNN or cuBLAS is missing. Compiling needs neither.
+    """
+    try:
+        from jax_plugins import xla_cuda13  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ImportError(_missing(target, "XLA's GPU compiler")) from error
+    skip = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
+    before = os.environ.get(skip)
+    os.environ[skip] = "1"
+    try:
+        xla_cuda13.initialize()
+    finally:
+        if before is None:
+            del os.environ[skip]
+        else:
+            os.environ[skip] = before
+
+
+def described(target: str) -> contextlib.AbstractContextManager[Any]:
+    """The context in which Pallas lowers for `target` instead of a local device."""
+    gpu = TARGETS[target]
+    device = jax.sharding.AbstractDevice(gpu.name, gpu.cores, platform="gpu")
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+    return jax.sharding.use_abstract_mesh(mesh)
+
+
+@contextlib.contextmanager
+def complete_toolchain(target: str) -> Iterator[None]:
+    """Say what to install when XLA finds no assembler or no maths library."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "ptxas" in str(error) or "libdevice" in str(error):
+            message = _missing(target, "NVIDIA's assembler and maths library")
+            raise ImportError(message) from error
+        raise
+
+
+def _missing(target: str, what: str) -> str:
+    version = jax.__version__
+    return (
+        f"compiling for {target!r} needs {what}, not found here. No GPU is needed:\n"
+        '  pip install "jaxact[targets]"\n'
+        f"or, the same for the installed JAX {version} (Linux only):\n"
+        f"  pip install jax-cuda13-plugin=={version} jax-cuda13-pjrt=={version} "
+        '"nvidia-cuda-nvcc>=13.0" "nvidia-nvvm>=13.0"'
+    )

@@ -1,0 +1,1 @@
+"""One module library a file, and how a target finds its library."""

@@ -1,0 +1,1 @@
+"""What becomes of each residual: plans, and what they are made from."""

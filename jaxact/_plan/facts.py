@@ -1,0 +1,35 @@
+"""Tell parameters, activations and stored residuals apart in a traced program."""
+
+from collections.abc import Sequence
+
+from jaxact._jaxpr.flow import union
+from jaxact._jaxpr.primitives import VIEWS
+from jaxact._jaxpr.read import is_float
+from jaxact._jaxpr.types import Eqn
+from jaxact._plan.mark import mark_p
+from jaxact._trace import Flat, Kind
+
+UNKNOWN, ACTIVATION, STORED = 1, 2, 4  # facts about a value
+_FACTS = {Kind.PARAMETER: 0, Kind.UNKNOWN: UNKNOWN, Kind.ACTIVATION: ACTIVATION}
+
+
+def input_facts(flat: Flat) -> list[int]:
+    """Integers and keys are never parameters: an embedding is an activation."""
+    return [
+        _FACTS[kind] if is_float(v) or kind is not Kind.PARAMETER else UNKNOWN
+        for kind, v in zip(flat.kinds, flat.invars, strict=True)
+    ]
+
+
+def kind_of(facts: int) -> Kind:
+    if facts & ACTIVATION:
+        return Kind.ACTIVATION
+    return Kind.UNKNOWN if facts & UNKNOWN else Kind.PARAMETER
+
+
+def learn(eqn: Eqn, facts: Sequence[int], around: tuple[Eqn, ...]) -> int:
+    """What is computed, not just moved, from an unknown argument is an activation."""
+    out = union(eqn, facts, around)
+    if out & UNKNOWN and eqn.primitive.name not in VIEWS:
+        out |= ACTIVATION
+    return out | (STORED if eqn.primitive is mark_p else 0)

@@ -1,0 +1,6 @@
+"""Tables of residuals."""
+
+from jaxact._report.residuals import (
+    ResidualTable as ResidualTable,
+    residuals as residuals,
+)

@@ -1,0 +1,207 @@
+"""One call of the user's function, as a function of flat arrays.
+
+The function is traced exactly once. What it closes over, tracers of outer
+transformations included, becomes an explicit argument, because `custom_vjp` refuses
+closures over tracers. Values that are not arrays stay the Python values they are.
+"""
+
+import dataclasses
+import enum
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import core
+
+from jaxact._jaxpr.compat import open_jaxpr
+
+
+class Kind(enum.Enum):
+    """What an argument is to the transform."""
+
+    PARAMETER = "parameter"  # referenced; neither it nor what is made of it is stored
+    ACTIVATION = "activation"  # may be stored through a codec
+    UNKNOWN = "unknown"  # referenced, but what is computed from it may be stored
+
+
+@dataclasses.dataclass(frozen=True)
+class Flat:
+    """A jaxpr whose inputs are all explicit.
+
+    Attributes:
+      jaxpr: its constants and inputs together are the inputs.
+      kinds: what each input is.
+      paths: what tables call each input.
+      owners: which argument of the call each input belongs to.
+    """
+
+    jaxpr: Any
+    kinds: tuple[Kind, ...]
+    paths: tuple[str, ...]
+    owners: tuple[int, ...]
+
+    def __call__(self, *values: Any) -> list[Any]:
+        num_consts = len(self.jaxpr.constvars)
+        consts, inputs = values[:num_consts], values[num_consts:]
+        return core.eval_jaxpr(self.jaxpr, consts, *inputs)
+
+    @property
+    def invars(self) -> list[Any]:
+        return [*self.jaxpr.constvars, *self.jaxpr.invars]
+
+
+@dataclasses.dataclass(frozen=True)
+class Argument:
+    """One argument of the call: its label in tables, its kind, whether it is static."""
+
+    label: str
+    kind: Kind
+    is_static: bool = False
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, eq=False)
+class Static:
+    """A pytree without leaves: carries a Python value past a transformation."""
+
+    value: Any
+
+
+def is_array(x: Any) -> bool:
+    """Whether a leaf is traced; Python scalars stay the constants they are."""
+    return isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
+
+
+def is_inexact(x: Any) -> bool:
+    """Whether a value can have a gradient."""
+    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+
+
+def trace(
+    f: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    describe: Sequence[Argument],
+) -> tuple[Flat, list[Any], Callable[[Sequence[Any]], Any]]:
+    """Trace `f(*args, **kwargs)` once.
+
+    Args:
+      describe: one `Argument` for each of `args`, then for each of `kwargs`.
+
+    Returns:
+      The flat function, the values of its inputs, and what rebuilds the result of `f`
+      from the flat outputs.
+    """
+    values = [
+        Static(v) if d.is_static else v
+        for d, v in zip(describe, [*args, *kwargs.values()], strict=True)
+    ]
+    leaves, tree = jax.tree.flatten(values)
+    labels, kinds, owners = _label(values, describe)
+    dynamic = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
+    num_args = len(args)
+    result: dict[str, Any] = {}
+
+    def on_arrays(*arrays: Any) -> list[Any]:
+        full = list(leaves)
+        for i, array in zip(dynamic, arrays, strict=True):
+            full[i] = array
+        values = [
+            v.value if isinstance(v, Static) else v
+            for v in jax.tree.unflatten(tree, full)
+        ]
+        out = f(*values[:num_args], **dict(zip(kwargs, values[num_args:], strict=True)))
+        out, result["tree"] = jax.tree.flatten(out)
+        result["static"] = [None if is_array(x) else (x,) for x in out]
+        return [x for x in out if is_array(x)]
+
+    arrays = [leaves[i] for i in dynamic]
+    closed = jax.make_jaxpr(on_arrays)(*arrays)
+    jaxpr, consts = open_jaxpr(closed)
+    flat = Flat(
+        jaxpr,
+        (Kind.PARAMETER,) * len(consts) + tuple(kinds[i] for i in dynamic),
+        ("closed over",) * len(consts) + tuple(labels[i] for i in dynamic),
+        (-1,) * len(consts) + tuple(owners[i] for i in dynamic),
+    )
+
+    def rebuild(outputs: Sequence[Any]) -> Any:
+        rest = iter(outputs)
+        out = [next(rest) if s is None else s[0] for s in result["static"]]
+        return jax.tree.unflatten(result["tree"], out)
+
+    return flat, [*consts, *arrays], rebuild
+
+
+def _label(
+    values: Sequence[Any], describe: Sequence[Argument]
+) -> tuple[list[str], list[Kind], list[int]]:
+    """Label, kind and argument number of every leaf."""
+    labels, kinds, owners = [], [], []
+    for number, (argument, value) in enumerate(zip(describe, values, strict=True)):
+        for path, _ in jax.tree_util.tree_flatten_with_path(value)[0]:
+            labels.append(argument.label + jax.tree_util.keystr(path))
+            kinds.append(argument.kind)
+            owners.append(number)
+    return labels, kinds, owners
+
+
+def arguments(
+    f: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    activations: Any,
+    static_argnums: Sequence[int],
+) -> list[Argument]:
+    """Describe the arguments of a plain function call.
+
+    Raises:
+      ValueError: `activations` or `static_argnums` name an argument that the call
+        does not have.
+    """
+    positional, keyword = _names(f)
+    rest = [f"args[{i}]" for i in range(len(positional), len(args))]
+    labels = [*(positional + rest)[: len(args)], *kwargs]
+    known = list(dict.fromkeys([*labels, *positional, *keyword]))
+    wanted = None if activations is None else _as_tuple(activations)
+    for a in (*(wanted or ()), *static_argnums):
+        if a not in known and a not in range(-len(args), len(known)):
+            raise ValueError(
+                f"activations or static_argnums: {a!r} is no argument of "
+                f"{getattr(f, '__name__', f)}, whose arguments are {known}. "
+                "Give names or positions of its arguments."
+            )
+
+    def described(place: int, label: str) -> Argument:
+        at = positional.index(label) if label in positional else place
+        called = {label, at} | ({place - len(args)} if place < len(args) else set())
+        is_static = bool(called & set(static_argnums))
+        if wanted is None:
+            return Argument(label, Kind.UNKNOWN, is_static)
+        chosen = bool(called & set(wanted))
+        return Argument(label, Kind.ACTIVATION if chosen else Kind.PARAMETER, is_static)
+
+    return [described(i, label) for i, label in enumerate(labels)]
+
+
+def _as_tuple(x: Any) -> tuple[Any, ...]:
+    return (x,) if isinstance(x, str | int) else tuple(x)
+
+
+def _names(f: Callable[..., Any]) -> tuple[list[str], list[str]]:
+    """Names of the positional and of the keyword-only parameters."""
+    try:
+        parameters = inspect.signature(f).parameters.values()
+    except (TypeError, ValueError):  # builtins have no signature
+        return [], []
+    positional = (
+        inspect.Parameter.POSITIONAL_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    )
+    return (
+        [p.name for p in parameters if p.kind in positional],
+        [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY],
+    )

@@ -1,1 +1,0 @@
-"""Adapters for Flax: the only files that import it."""
