@@ -249,8 +249,8 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", choices=("h100",), help="count, for this GPU")
     parser.add_argument("--out", type=Path, help="results/<device>-tune.json else")
-    both = ["encode", "decode"]
-    parser.add_argument("--ops", nargs="+", default=both, choices=both)
+    operations = ["encode", "decode"]
+    parser.add_argument("--ops", nargs="+", default=operations, choices=operations)
     kernels = ["triton", "mosaic_gpu"]
     parser.add_argument(
         "--implementations", nargs="+", default=kernels, choices=kernels

@@ -71,9 +71,9 @@ def check_stored(
     """
     descriptions = [described(part.dtype, part.shape) for part in stored]
     if descriptions != list(required):
-        given = ", ".join(f"{name}={value}" for name, value in options.items())
+        names = ", ".join(f"{name}={value}" for name, value in options.items())
         raise ValueError(
-            f"got stored arrays {', '.join(descriptions)}; {given} require "
+            f"got stored arrays {', '.join(descriptions)}; {names} require "
             f"{', '.join(required)}; pass the options that encode was called with"
         )
 

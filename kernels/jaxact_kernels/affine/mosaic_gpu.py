@@ -2,7 +2,7 @@
 
 A warpgroup reads a block of groups once and keeps it in registers, as tiles (see
 `tiles`); neighbouring threads in one warp hold a group. Almost all blocks are finite;
-only the others branch to find their finite extremes.
+only the not_finite branch to find their finite extremes.
 """
 
 import functools
@@ -251,7 +251,7 @@ def _extremes(xs: list[Tile], big: np.float32) -> tuple[jax.Array, jax.Array]:
     """
     lo, hi = _over_group(xs, xs)
     is_finite = lax.lt(lax.max(lax.abs(lo), lax.abs(hi)), np.float32(np.inf))
-    others = lax.convert_element_type(lax.bitwise_not(is_finite), np.int32)
+    not_finite = lax.convert_element_type(lax.bitwise_not(is_finite), np.int32)
 
     def special() -> tuple[jax.Array, jax.Array]:
         wide = [lax.convert_element_type(x, np.float32) for x in xs]
@@ -261,7 +261,7 @@ def _extremes(xs: list[Tile], big: np.float32) -> tuple[jax.Array, jax.Array]:
         lo, hi = _over_group(los, his)
         return lax.min(lo, hi), lax.max(lo, hi)
 
-    all_finite = lax.eq(jnp.max(others), np.int32(0))
+    all_finite = lax.eq(jnp.max(not_finite), np.int32(0))
     return lax.cond(all_finite, lambda: (lo, hi), special)
 
 

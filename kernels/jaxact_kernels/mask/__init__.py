@@ -95,31 +95,31 @@ def stored_bytes(shape: tuple[int, ...]) -> int:
 
 def _threshold(x: jax.Array, above: jax.typing.ArrayLike) -> jax.Array:
     """`above` as a scalar with the dtype that `x` has."""
-    given = f"got {_checks.described(x.dtype, x.shape)}"
+    array = _checks.described(x.dtype, x.shape)
     is_integer = jnp.issubdtype(x.dtype, np.integer)
     if not is_integer and not jnp.issubdtype(x.dtype, np.floating):
         raise ValueError(
-            f"{given} and above={above}; a comparison requires integers or floating "
-            "point; leave above out for booleans"
+            f"got {array} and above={above}; a comparison requires integers or "
+            "floating point; leave above out for booleans"
         )
     if jnp.shape(above):
         raise ValueError(
-            f"{given} and a threshold of shape {jnp.shape(above)}; it requires a "
+            f"got {array} and a threshold of shape {jnp.shape(above)}; it requires a "
             "scalar; compare first (x > thresholds) if each element has its own"
         )
     with jax.numpy_dtype_promotion("standard"):
         common = jnp.result_type(x.dtype, above)
     if common != x.dtype:
         raise ValueError(
-            f"{given} and above={above}; x > above would compare in {common}, and the "
-            f"comparison requires {x.dtype}; convert the threshold, with "
+            f"got {array} and above={above}; x > above would compare in {common}, and "
+            f"the comparison requires {x.dtype}; convert the threshold, with "
             f"jnp.{'floor' if is_integer else 'asarray'}(above).astype(x.dtype)"
         )
     if isinstance(above, int | np.integer):
         limits = jnp.iinfo(x.dtype if is_integer else np.int32)
         if not limits.min <= above <= limits.max:
             raise ValueError(
-                f"{given} and above={above}; an integer threshold requires a value "
+                f"got {array} and above={above}; an integer threshold requires a value "
                 f"from {limits.min} to {limits.max}; pass a float for floating point, "
                 "or compare first"
             )
