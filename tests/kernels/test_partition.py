@@ -24,7 +24,7 @@ from jaxact_kernels.numbering import box
 from jaxact_kernels.partition import sharded_kernel
 from support.eight_devices import COLLECTIVES, collectives, run_on_eight_devices
 from support.gpu_target import needs_target
-from support.subjects import Affine, sample
+from support.subjects import Affine, jit_interpreted as jit, sample
 
 SHAPE = (8, 4, 256)
 SEED = np.uint32(7)
@@ -79,7 +79,7 @@ def check_eight_devices():
     wanted = affine.encode(x, SEED, bits=2, group_size=64)
     operation = Encode(SHAPE, x.dtype, 2, 64)
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    call = jax.jit(sharded_kernel(operation, "triton", (), H100))
+    call = jit(sharded_kernel(operation, "triton", (), H100))
     for spec in SPECS:
         placed = jax.device_put(x, jax.NamedSharding(mesh, spec))
         compiled = call.lower(placed, SEED).compile()
@@ -91,13 +91,11 @@ def check_eight_devices():
     # Finer than groups: still the same words, at the price of a gather.
     placed = jax.device_put(x, jax.NamedSharding(mesh, jax.P(None, None, "data")))
     wider = Encode(SHAPE, x.dtype, 2, 128)
-    got = jax.jit(sharded_kernel(wider, "triton", (), H100))(placed, SEED)
+    got = jit(sharded_kernel(wider, "triton", (), H100))(placed, SEED)
     wanted = affine.encode(x, SEED, bits=2, group_size=128)
     np.testing.assert_array_equal(got[0], wanted.words)
     vmaps = ((True, False),)
-    call = jax.jit(
-        sharded_kernel(Encode(SHAPE[1:], x.dtype, 2, 64), "triton", vmaps, H100)
-    )
+    call = jit(sharded_kernel(Encode(SHAPE[1:], x.dtype, 2, 64), "triton", vmaps, H100))
     placed = jax.device_put(x, jax.NamedSharding(mesh, SPECS[1]))
     wanted = jax.vmap(lambda x: affine.encode(x, SEED, bits=2, group_size=64))(x)
     compiled = call.lower(placed, SEED).compile()
