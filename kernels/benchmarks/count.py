@@ -48,6 +48,7 @@ from jaxact._memory.compiling import (
     device_of,
 )
 from jaxact_kernels import affine, mask
+from jaxact_kernels.affine import mosaic_block
 from jaxact_kernels.config import Config, heuristic
 from jaxact_kernels.index import reference as index, triton as index_triton
 from jaxact_kernels.layout import layout_of
@@ -132,7 +133,7 @@ class Subject:
         if self.implementation == "triton":
             return block
         tiles = self.module.tiles_for(layout, self.bits, self.dtype, block)
-        return Config(tiles.groups, self.module.WARPS)
+        return Config(tiles.groups, mosaic_block.WARPS)
 
     @property
     def elements(self) -> float:  # in a thread

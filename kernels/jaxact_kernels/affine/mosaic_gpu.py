@@ -2,11 +2,10 @@
 
 A warpgroup reads a block of groups once and keeps it in registers, as tiles (see
 `tiles`); neighbouring threads in one warp hold a group. Almost all blocks are finite;
-only the not_finite branch to find their finite extremes.
+only the others branch to find their finite extremes.
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,14 +13,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from jaxact_kernels import mosaic_compat, noise, words
 from jaxact_kernels.affine import group
 from jaxact_kernels.affine.group import MAGIC, MAGIC_BITS
+from jaxact_kernels.affine.mosaic_block import (
+    THREADS,
+    Block,
+    most_threads_per_group,
+    threads_per_group,
+)
 from jaxact_kernels.affine.reference import NEAREST, Stored
 from jaxact_kernels.config import Config, heuristic
 from jaxact_kernels.device import Device
@@ -29,10 +32,6 @@ from jaxact_kernels.layout import Layout, layout_of
 from jaxact_kernels.numbering import Numbering
 from jaxact_kernels.tiles import Tiles
 
-WARPS = 4  # in a warpgroup, which Mosaic GPU programs as one
-WARP_THREADS = 32  # in a warp
-THREADS = WARPS * WARP_THREADS
-WIDEST = 16  # bytes in the widest load
 MOST_PER_THREAD = 64  # elements that a thread can keep in registers
 FRACTION = np.uint32(0xFFFF)  # a fixed-point code's bits below 1
 
@@ -128,7 +127,7 @@ def declines(
             f"a row of {layout.length} elements needs padding, which the Mosaic GPU "
             "kernels do not mask"
         )
-    threads = _most_threads_per_group(Tiles(layout, bits, 1))
+    threads = most_threads_per_group(Tiles(layout, bits, 1))
     if layout.group > MOST_PER_THREAD * threads:
         return (
             f"codes of {bits} bits in groups of {layout.group} leave each thread "
@@ -180,17 +179,8 @@ def tiles_for(
         raise ValueError(reason)
     config = config or heuristic(layout.group, np.dtype(dtype).itemsize)
     groups = min(config.groups, 1 << layout.total_groups.bit_length() - 1)
-    threads = _threads_per_group(Tiles(layout, bits, groups))
+    threads = threads_per_group(Tiles(layout, bits, groups))
     return Tiles(layout, bits, max(groups, THREADS // threads))
-
-
-def _threads_per_group(tiles: Tiles) -> int:
-    """Threads that share a group, each with equally many elements from a tile."""
-    return min(_most_threads_per_group(tiles), max(1, THREADS // tiles.groups))
-
-
-def _most_threads_per_group(tiles: Tiles) -> int:
-    return math.gcd(tiles.width, WARP_THREADS)
 
 
 def _encode(
@@ -201,7 +191,7 @@ def _encode(
     stochastic: bool,
     numbering: Numbering | None,
 ) -> None:
-    block = _Block(tiles, dtype)
+    block = Block(tiles, dtype)
     seed_ref, *first_ref, words_ref, metadata_ref = refs
     draw = None
     if stochastic:
@@ -229,7 +219,7 @@ def _decode(
     then: Callable[..., jax.Array] | None,
 ) -> None:
     *operand_refs, out_ref = refs
-    block = _Block(tiles, dtype)
+    block = Block(tiles, dtype)
     line = group.decoding_line(block.load_groups(metadata_ref))
     zero, step, unit = (block.spread(end) for end in line)
     packed = {first: block.load(words_ref, first) for first in tiles.first_words()}
@@ -272,7 +262,7 @@ def _over_group(los: list[Tile], his: list[Tile]) -> tuple[jax.Array, jax.Array]
 
 
 def _code(
-    block: "_Block", line: group.Line
+    block: Block, line: group.Line
 ) -> Callable[[Tile, jax.Array | np.uint32], Tile]:
     """The function that rounds elements to codes with 16 bits of noise.
 
@@ -315,7 +305,7 @@ def _code(
 
 
 def _noise_pairs(
-    block: "_Block", draw: noise.Draw | None, metadata: jax.Array
+    block: Block, draw: noise.Draw | None, metadata: jax.Array
 ) -> list[tuple[jax.Array, jax.Array]] | list[tuple[np.uint32, np.uint32]]:
     """Each hash's halves: noise for tile k, and for the tile half a group later."""
     tiles = block.tiles
@@ -331,79 +321,3 @@ def _noise_pairs(
         low = lax.bitwise_and(bits, FRACTION)
         pairs.append((low, lax.shift_right_logical(bits, np.uint32(16))))
     return pairs
-
-
-class _Block:
-    """The running program's groups, and which thread holds which elements.
-
-    Attributes:
-        tiles: how groups are cut.
-        shape: of one tile from all groups: `(groups, width)`.
-    """
-
-    def __init__(self, tiles: Tiles, dtype: np.dtype):
-        """Call inside a kernel whose grid is `(tiles.num_blocks,)`."""
-        self.tiles = tiles
-        self.shape = tiles.groups, tiles.width
-        self._of_tile = _layout(tiles, dtype.itemsize)
-        self._of_groups = self._of_tile.reduce(1)
-        # The last block begins early enough to be whole: it repeats some groups in the
-        # one before, and writes the same values.
-        last = np.int32(tiles.layout.total_groups - tiles.groups)
-        self._first = lax.min(lax.axis_index("block") * np.int32(tiles.groups), last)
-
-    def number(self) -> jax.Array:
-        """Each group's number in the array, `uint32`."""
-        number = lax.iota(np.uint32, self.tiles.groups)
-        number = plgpu.layout_cast(number, self._of_groups)
-        return lax.add(number, lax.convert_element_type(self._first, np.uint32))
-
-    def column(self) -> jax.Array:
-        """Each element's index in its tile, `uint32`."""
-        column = lax.broadcasted_iota(np.uint32, self.shape, 1)
-        return plgpu.layout_cast(column, self._of_tile)
-
-    def spread(self, x: jax.Array) -> jax.Array:
-        """Repeat a value for each group over a tile."""
-        x = lax.broadcast_in_dim(x, self.shape, (0,))
-        return plgpu.layout_cast(x, self._of_tile)
-
-    def load(self, ref: jax.Ref, start: int) -> jax.Array:
-        """Load the tile whose first column is `start`."""
-        return mosaic_compat.load(self._columns(ref, start), self._of_tile)
-
-    def store(self, ref: jax.Ref, start: int, x: jax.Array) -> None:
-        """Store a tile whose first column is `start`."""
-        mosaic_compat.store(self._columns(ref, start), x)
-
-    def load_groups(self, ref: jax.Ref) -> jax.Array:
-        """Load one value for each group."""
-        return mosaic_compat.load(ref.at[self._rows], self._of_groups)
-
-    def store_groups(self, ref: jax.Ref, x: jax.Array) -> None:
-        """Store one value for each group."""
-        mosaic_compat.store(ref.at[self._rows], x)
-
-    @property
-    def _rows(self) -> pl.Slice:
-        return pl.ds(self._first, self.tiles.groups)
-
-    def _columns(self, ref: jax.Ref, start: int) -> jax.Ref:
-        return ref.at[self._rows, pl.ds(start, self.tiles.width)]
-
-
-def _layout(tiles: Tiles, item_bytes: int) -> Any:
-    """Which elements each thread holds: alike in all tiles, in wide loads."""
-    threads = _threads_per_group(tiles)
-    vector = math.gcd(tiles.width // threads, WIDEST // item_bytes)
-    columns, rows = threads * vector, WARP_THREADS // threads
-    layout = fragmented_array.TiledLayout(
-        fragmented_array.Tiling(((WARPS * rows, columns), (rows, columns), (vector,))),
-        warp_dims=(-5,),
-        lane_dims=(-3, -2),
-        vector_dim=-1,
-        _check_canonical=False,
-    ).canonicalize()
-    return plgpu.Layout.TILED(
-        layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim
-    )

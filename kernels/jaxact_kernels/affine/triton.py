@@ -20,8 +20,18 @@ from jax.typing import DTypeLike
 from jaxact_kernels import noise, words
 from jaxact_kernels.affine import group
 from jaxact_kernels.affine.group import MAGIC, MAGIC_BITS
-from jaxact_kernels.affine.reference import NEAREST, Stored
-from jaxact_kernels.block import Block, TileNumber, elements_shape, output
+from jaxact_kernels.affine.reference import Stored
+from jaxact_kernels.affine.triton_codes import (
+    Tile,
+    first_counter,
+    fixed_point,
+    noise_for,
+    ordinary_fixed_point,
+    round_tile,
+    round_tiles,
+    to_float32,
+)
+from jaxact_kernels.block import Block, elements_shape, output
 from jaxact_kernels.config import Config, heuristic
 from jaxact_kernels.layout import Layout, layout_of
 from jaxact_kernels.numbering import Numbering
@@ -29,7 +39,6 @@ from jaxact_kernels.tiles import Tiles
 
 MOST_PER_GROUP = 4096
 
-Tile = jax.Array  # elements, one tile from every group in a block
 Ends = tuple[jax.Array, jax.Array]
 
 
@@ -149,20 +158,20 @@ def _encode(
     def ordinary() -> None:
         metadata = group.metadata(lo, hi, tiles.bits, dtype)
         line = group.encoding_line(lo, metadata)
-        fixed = _ordinary_fixed_point(block, line, is_contracted=interpret)
-        store(metadata, tiles.pack(_codes(block, xs, fixed, draw, metadata)))
+        fixed = ordinary_fixed_point(block, line, is_contracted=interpret)
+        store(metadata, tiles.pack(round_tiles(block, xs, fixed, draw, metadata)))
 
     def special() -> None:
         # In a loop that loads each tile once more: a branch that hardly ever runs
         # should hold no registers and take no time to compile.
-        load = lambda k: _to_float32(block.load(x_ref, k))
+        load = lambda k: to_float32(block.load(x_ref, k))
         lo, hi = _extremes(block, load, group.largest(dtype))
         metadata = group.metadata(lo, hi, tiles.bits, dtype)
-        fixed = _fixed_point(block, group.encoding_line(lo, metadata))
-        counter = _first_counter(block, draw, metadata)
+        fixed = fixed_point(block, group.encoding_line(lo, metadata))
+        counter = first_counter(block, draw, metadata)
 
         def add(k: jax.Array, packed: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-            code = _code(block, k, fixed(load(k)), _noise(block, counter, k))
+            code = round_tile(block, k, fixed(load(k)), noise_for(block, counter, k))
             return tiles.pack_one(k, code, tuple(packed))
 
         zero = lax.full(block.shape, 0, np.uint32)
@@ -221,11 +230,11 @@ def _finite_extremes(
 
     The sum reveals NaN and infinities, which `min` and `max` may drop.
     """
-    floats = [_to_float32(x) for x in xs]
+    floats = [to_float32(x) for x in xs]
     if xs[0].dtype.itemsize == 2 and block.is_real(0) is None and can_pair:
         lo = functools.reduce(functools.partial(_paired, "min"), xs)
         hi = functools.reduce(functools.partial(_paired, "max"), xs)
-        lo, hi = (jnp.min(_to_float32(lo), axis=1), jnp.max(_to_float32(hi), axis=1))
+        lo, hi = (jnp.min(to_float32(lo), axis=1), jnp.max(to_float32(hi), axis=1))
     else:
         los, his = _padded(block, floats, np.float32(np.inf))
         lo, hi = _over_group(lax.min, jnp.min, los), _over_group(lax.max, jnp.max, his)
@@ -248,10 +257,6 @@ def _paired(op: str, a: Tile, b: Tile) -> Tile:
         result_shape_dtypes=[out],
     )
     return joined
-
-
-def _to_float32(x: jax.Array) -> jax.Array:
-    return lax.convert_element_type(x, np.float32)
 
 
 def _extremes(block: Block, load: Callable[[jax.Array], Tile], big: np.float32) -> Ends:
@@ -298,113 +303,3 @@ def _over_group(
     tiles: list[Tile],
 ) -> jax.Array:
     return reduce(functools.reduce(join, tiles), axis=1)
-
-
-def _fixed_point(block: Block, line: group.Line) -> Callable[[Tile], Tile]:
-    """Real-valued codes in units of 2**-16, clipped, as integers; see `reference`."""
-    half_zero, slope, base = (block.spread(end) for end in line)
-    top = np.float32((2**block.tiles.bits - 1) * 65536)
-
-    def fixed(x: Tile) -> Tile:
-        t = lax.mul(lax.sub(lax.mul(x, np.float32(0.5)), half_zero), slope)
-        t = group.put(np.float32(0), lax.bitwise_not(lax.gt(t, np.float32(0))), t)
-        return lax.add(_rounded(lax.min(t, top), block.tiles.bits), base)
-
-    return fixed
-
-
-def _ordinary_fixed_point(
-    block: Block, line: group.Line, *, is_contracted: bool
-) -> Callable[[Tile], Tile]:
-    """The same for ordinary numbers: nothing overflows and nothing needs clipping.
-
-    x <= hi gives t <= top: half the range is at most s * steps / 2, an exact float32;
-    that times the slope, 2**17 / s within 2**-24, rounds to top.
-    """
-    half_zero, slope, base = line
-    zero = block.spread(lax.mul(half_zero, np.float32(2)))
-    slope = block.spread(lax.mul(slope, np.float32(0.5)))
-    base = block.spread(base)
-
-    def fixed(x: Tile) -> Tile:
-        t = lax.mul(lax.sub(x, zero), slope)
-        if is_contracted:
-            # Triton rounds every product. XLA:CPU, which runs interpreted kernels, may
-            # contract this one with the sum that follows; not through a maximum.
-            t = lax.max(t, np.float32(0))
-        return lax.add(_rounded(t, block.tiles.bits), base)
-
-    return fixed
-
-
-def _rounded(t: jax.Array, bits: int) -> jax.Array:
-    """The nearest integer, ties to even, as `uint32`, for 0 <= t < 2**(bits + 16)."""
-    if bits < 8:
-        return lax.sub(group.pattern(lax.add(t, MAGIC)), MAGIC_BITS)
-    is_upper = lax.ge(t, MAGIC)
-    lower = lax.select(is_upper, lax.sub(t, MAGIC), t)
-    upper = lax.shift_left(lax.convert_element_type(is_upper, np.uint32), np.uint32(23))
-    return lax.add(lax.sub(group.pattern(lax.add(lower, MAGIC)), MAGIC_BITS), upper)
-
-
-def _codes(
-    block: Block,
-    xs: list[Tile],
-    fixed: Callable[[Tile], Tile],
-    draw: noise.Draw | None,
-    metadata: jax.Array,
-) -> list[Tile]:
-    """Round fixed-point codes to integers, tile by tile, with noise from `noise`."""
-    half = block.tiles.count // 2
-    counter = _first_counter(block, draw, metadata)
-    codes: list = [None] * block.tiles.count
-    for k in range(half):
-        low = high = NEAREST
-        if counter is not None:
-            bits = noise.hash32(lax.add(counter, _step(block, k)))
-            low = lax.bitwise_and(bits, np.uint32(0xFFFF))
-            high = lax.shift_right_logical(bits, np.uint32(16))
-        for tile, noise16 in ((k, low), (k + half, high)):
-            t = fixed(_to_float32(xs[tile]))
-            codes[tile] = _code(block, tile, t, noise16)
-    return codes
-
-
-def _code(
-    block: Block, k: TileNumber, fixed: Tile, noise16: jax.Array | np.uint32
-) -> Tile:
-    code = lax.shift_right_logical(lax.add(fixed, noise16), np.uint32(16))
-    is_real = block.is_real(k)
-    if block.tiles.layout.padding and is_real is not None:
-        code = lax.select(is_real, code, lax.full_like(code, 0))
-    return code
-
-
-def _first_counter(
-    block: Block, draw: noise.Draw | None, metadata: jax.Array
-) -> Tile | None:
-    """Counters whose hashes are noise for the first tile; None for no noise."""
-    if draw is None:
-        return None
-    number = lax.convert_element_type(block.number, np.uint32)
-    key = noise.shard_key(draw, number, metadata)
-    column = lax.broadcasted_iota(np.uint32, block.shape, 1)
-    return lax.add(block.spread(key), lax.mul(column, noise.GOLDEN))
-
-
-def _step(block: Block, k: int) -> np.uint32:
-    """How far tile `k` is from the first in counters; its hashes serve two tiles."""
-    return np.uint32(k * block.tiles.width * int(noise.GOLDEN) % 2**32)
-
-
-def _noise(block: Block, counter: Tile | None, k: jax.Array) -> jax.Array | np.uint32:
-    """Noise for tile `k`, which may be traced."""
-    if counter is None:
-        return NEAREST
-    half = np.int32(block.tiles.count // 2)
-    is_upper, k = lax.div(k, half), lax.rem(k, half)
-    step = lax.mul(lax.convert_element_type(k, np.uint32), _step(block, 1))
-    bits = noise.hash32(lax.add(counter, step))
-    shift = lax.convert_element_type(is_upper, np.uint32) * np.uint32(16)
-    bits = lax.shift_right_logical(bits, lax.full_like(bits, shift))
-    return lax.bitwise_and(bits, np.uint32(0xFFFF))
