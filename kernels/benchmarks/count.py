@@ -41,12 +41,7 @@ from typing import Any, NamedTuple
 import assembler
 import jax
 
-from jaxact._memory.compiling import (
-    abstract_on,
-    complete_toolchain,
-    described,
-    device_of,
-)
+from jaxact._memory import compiling
 from jaxact_kernels import affine, mask
 from jaxact_kernels.affine import mosaic_block
 from jaxact_kernels.config import Config, heuristic
@@ -166,13 +161,15 @@ def assemble(subject: Subject) -> Any:
 
 def _assemble_mosaic(function: Any, *operands: Any) -> Any:
     """Mosaic GPU calls the assembler itself, and leaves us its PTX."""
-    operands = jax.tree.map(abstract_on(device_of(TARGET)), operands)
+    operands = jax.tree.map(
+        compiling.abstract_on(compiling.device_of(TARGET)), operands
+    )
     with (
         tempfile.TemporaryDirectory() as name,
         unittest.mock.patch.dict(os.environ, MOSAIC_GPU_DUMP_TO=name),
         unittest.mock.patch.dict(os.environ, MOSAIC_GPU_DUMP_PTX="1"),
-        described(TARGET),
-        complete_toolchain(TARGET),
+        compiling.described(TARGET),
+        compiling.complete_toolchain(TARGET),
     ):
         traced = jax.jit(function).trace(*operands)
         traced.lower(lowering_platforms=("cuda",)).compile()
@@ -373,10 +370,9 @@ def table(rows: list[dict]) -> str:
 def subjects(implementations: list[str], bits: list[int]) -> list[Subject]:
     floats = itertools.product(("affine",), ("encode", "decode"), implementations, bits)
     masks = MASKS if "triton" in implementations else ()
-    affine_kernels = [Subject(*each) for each in floats]
-    return affine_kernels + [
-        Subject("mask", op, "triton", 1, dtype) for op, dtype in masks
-    ]
+    kernels = [Subject(*each) for each in floats]
+    kernels += [Subject("mask", op, "triton", 1, dtype) for op, dtype in masks]
+    return kernels
 
 
 def _loaded(path: Iterable[Instruction]) -> int:
