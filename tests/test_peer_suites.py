@@ -4,6 +4,7 @@ import re
 from collections import Counter
 
 import pytest
+
 from support import peer_suites
 
 ENTRIES = peer_suites.read_table()
@@ -17,7 +18,7 @@ def of(entry):
 def test_an_entry_names_its_tests_and_gives_a_reason(entry):
     assert entry.suite in {suite.name for suite in peer_suites.SUITES}
     assert entry.modes and set(entry.modes) <= {"exact", "bits8"}
-    assert entry.tests and all(p.startswith("test_") for p in entry.tests)
+    assert entry.tests and all(p.startswith("test") for p in entry.tests)
     assert len(entry.reason.split()) >= 5 and entry.reason.endswith(".")
 
 
@@ -44,15 +45,86 @@ def test_a_missing_checkout_is_skipped_with_what_to_give(capsys):
     assert "give --jax PATH" in capsys.readouterr().out
 
 
+def run(folder, suite, source, capsys):
+    """Exit status and output of tests under the adapter, in a checkout of their own."""
+    file = folder / suite.path
+    file.parent.mkdir()
+    file.write_text(source)
+    given = f"--suite={suite.name}", f"--{suite.project}={folder}", "--mode=exact"
+    return peer_suites.main(given), capsys.readouterr().out
+
+
+SUITES = {suite.name: suite for suite in peer_suites.SUITES}
+
+
 def test_a_failure_that_the_table_does_not_list_is_new(tmp_path, capsys):
-    """Two tests run under the adapter; one of them fails."""
-    tests = tmp_path / "tests"
-    tests.mkdir()
-    (tests / "test_checkpoint.py").write_text(
-        "def test_right():\n  pass\n\ndef test_wrong():\n  assert 1 == 2\n"
-    )
-    given = ["--suite=equinox_checkpoint", "--mode=exact", f"--equinox={tmp_path}"]
-    assert peer_suites.main(given) == 1
-    printed = capsys.readouterr().out
+    source = """
+def test_right():
+    pass
+
+def test_wrong():
+    assert 1 == 2
+"""
+    status, printed = run(tmp_path, SUITES["equinox_checkpoint"], source, capsys)
+    assert status == 1
     assert re.search(r"exact +1 +1 +0 +1\n", printed)
     assert "test_wrong\n    assert 1 == 2 -> AssertionError" in printed
+
+
+def test_remat_is_replaced_for_tests_and_not_for_libraries(tmp_path, capsys):
+    """Only compress leaves a Python scalar as it is."""
+    source = """
+import jax
+
+def test_of_a_test():
+    seen = []
+    jax.checkpoint(seen.append)(1.0)
+    jax.remat(policy=None)(seen.append)(1.0)
+    assert seen == [1.0, 1.0]
+
+def test_of_a_library():
+    seen = []
+    exec("import jax; jax.checkpoint(seen.append)(1.0)", {
+        "seen": seen, "__name__": "flax.core.lift"
+    })
+    assert isinstance(seen[0], jax.core.Tracer)
+"""
+    status, printed = run(tmp_path, SUITES["equinox_checkpoint"], source, capsys)
+    assert status == 0, printed
+    assert re.search(r"exact +2 +0 +0 +0\n", printed)
+
+
+def test_the_outermost_derivative_is_of_the_compressed_function(tmp_path, capsys):
+    source = """
+import jax, jax.numpy as jnp, pytest
+from jax.test_util import check_grads
+
+def program(f):
+    return str(jax.make_jaxpr(f)(1.0))
+
+@pytest.mark.parametrize("derivative", [jax.grad, jax.value_and_grad, jax.jacrev])
+def test_reverse(derivative):
+    assert "jaxact_packed" in program(derivative(jnp.sin))
+
+def test_vjp():
+    assert "jaxact_packed" in program(lambda x: jax.vjp(jnp.sin, x)[1](x))
+
+def test_forward_over_reverse():
+    assert "jaxact_packed" not in program(jax.jacfwd(jax.grad(jnp.sin)))
+
+def test_every_order():
+    check_grads(jnp.sin, (1.0,), 3)
+
+def test_equal_and_not_close():
+    calls = []
+
+    def f(x):  # gives another gradient each time
+        calls.append(x)
+        return x * (1 + len(calls) * 1e-6)
+
+    with pytest.raises(AssertionError, match="Arrays are not equal"):
+        check_grads(f, (1.0,), 1)
+"""
+    status, printed = run(tmp_path, SUITES["nn"], source, capsys)
+    assert status == 0, printed
+    assert re.search(r"exact +7 +0 +0 +0\n", printed)

@@ -8,6 +8,9 @@ Their files are imported after `pytest_configure`, so they bind the replacements
   instead of `f`. Only the outermost derivative does: compress supports reverse mode
   once, and a second or forward derivative around it is judged by no suite of this kind.
 
+In the mode `exact` of these, `check_grads` also compares with JAX's own gradients, and
+they must be equal to the last bit.
+
 Where remat is replaced, `check_grads` is cut to that contract: reverse mode, order one.
 A test that asks for more is judged on the part that applies, and on its other lines.
 """
@@ -22,6 +25,7 @@ from pathlib import Path
 import jax
 import jax.ad_checkpoint
 import jax.test_util
+import numpy as np
 import pytest
 
 import jaxact
@@ -59,6 +63,8 @@ def pytest_configure(config):
             "linen": replace_linen,
             "nnx": replace_nnx,
         }
+        if mode == "exact" and kind == "grad":
+            compare_bits(TRANSFORMS[mode])
         replace[kind](TRANSFORMS[mode])
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Report(config.getoption("--peer-report")))
@@ -203,11 +209,31 @@ def replace_derivatives(transform):
 def limit_check_grads():
     real = jax.test_util.check_grads
 
-    @functools.wraps(real)
-    def check_grads(f, args, order, modes=("fwd", "rev"), **tolerances):
+    def check_grads(f, args, order, modes=("fwd", "rev"), *tolerances, **named):
         if "rev" in modes:
-            real(f, args, 1, modes=["rev"], **tolerances)
+            real(f, args, 1, ["rev"], *tolerances, **named)
 
+    replace_check_grads(check_grads)
+
+
+def compare_bits(transform):
+    """Let check_grads compare with JAX's own gradients too: equal, not close."""
+    real, vjp = jax.test_util.check_grads, jax.vjp
+
+    def gradients(f, args):
+        out, backward = vjp(f, *args)
+        return out, backward(out)
+
+    def check_grads(f, args, order, modes=("fwd", "rev"), *tolerances, **named):
+        if "rev" in modes:
+            both = gradients(transform(f), args), gradients(f, args)
+            jax.tree.map(np.testing.assert_array_equal, *both)
+        real(f, args, order, modes, *tolerances, **named)
+
+    replace_check_grads(check_grads)
+
+
+def replace_check_grads(check_grads):
     modules = [jax.test_util, *map(sys.modules.get, TEST_TOOLS)]
     for module in modules:
         if hasattr(module, "check_grads"):
