@@ -1,4 +1,4 @@
-"""Let a policy decide about the bases of a forward program."""
+"""Let a policy decide about the bases in a forward program."""
 
 import dataclasses
 from collections.abc import Collection, Sequence
@@ -35,12 +35,12 @@ Decisions = dict[Var, Decision]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Bases:
-    """The bases of a forward program, and those that need care.
+    """The bases in a forward program, and those that need care.
 
     Attributes:
       solved_with: bases that a linear solve or a factorization solves with.
-      kept_by_custom_rules: bases that the backward pass of a checkpoint or a
-        `custom_vjp` may compute anything from.
+      kept_by_custom_rules: bases that a checkpoint or a `custom_vjp` may compute
+        anything from in the backward pass.
     """
 
     reading: Reading
@@ -53,7 +53,7 @@ class _Bases:
 def plan_bases(
     forward: Forward, flat: Flat, policy: Policy, prefix: str
 ) -> StoragePlan:
-    """Decide what is stored for the residuals of `forward`."""
+    """Decide which values are stored so that backward has the residuals."""
     reading = read_forward(_flattened(forward), flat, policy, prefix)
     bases = _bases(reading)
     decisions = _decide_bases(bases)
@@ -87,7 +87,7 @@ def _flattened(forward: Forward) -> Forward:
 
 
 def _bases(reading: Reading) -> _Bases:
-    """Classify the values of a forward program."""
+    """Classify the values in a forward program."""
     jaxpr, producers = reading.forward.jaxpr, reading.producers
     referenced = _referenced(reading)
     inexact = {
@@ -127,7 +127,7 @@ def _referenced(reading: Reading) -> set[Var]:
 
 
 def _solved_with(eqn: Eqn) -> Sequence[Atom]:
-    """The matrices that the backward pass of an equation solves with."""
+    """The matrices that an equation's backward pass solves with."""
     if eqn.primitive.name in SOLVERS:
         return eqn.invars
     return eqn.outvars if eqn.primitive.name in FACTORIZATIONS else ()
@@ -175,7 +175,7 @@ def _decide_exact(bases: _Bases, v: Var) -> Decision:
 
 
 def _residual(bases: _Bases, v: Var) -> Residual:
-    """`v`, with the names of the values that are derived from it."""
+    """`v`, with the names of values that are derived from it."""
     residual = bases.reading.provenance.of(v)
     derived = bases.chooser.classes.names.get(v, [])
     names = [name for name in (residual.name, *derived) if name]

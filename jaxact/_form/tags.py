@@ -3,7 +3,7 @@
 The backward pass of a `jax.checkpoint` or a `custom_vjp` may do anything with the
 values that it keeps, so rounding them may bias a gradient, and tables say so. Tags mark
 the values that such a call is given, and those that it returns. Everything between is
-the rule's own, also the equations of its forward rule, which only `jax.vjp` brings in;
+the rule's own, also the equations in its forward rule, which only `jax.vjp` brings in;
 a returned value is an ordinary one again.
 """
 
@@ -22,7 +22,7 @@ from jaxact._jaxpr.types import Array, Atom, Axes, Eqn, Jaxpr, Renaming, Tangent
 
 
 class Tag(enum.Enum):
-    """On which side of a custom rule a value lies."""
+    """On which side a value crosses into or out of a custom rule."""
 
     GIVEN = "given to a custom rule"
     RETURNED = "returned by a custom rule"
@@ -32,7 +32,7 @@ tag_p = jex.Primitive("jaxact_tag")
 
 
 def with_tags(jaxpr: Jaxpr) -> Jaxpr:
-    """`jaxpr` with a tag on each operand and result of calls with custom rules."""
+    """`jaxpr` with a tag on each operand and result where a custom rule is called."""
     eqns: list[Eqn] = []
     names: Renaming = {}
 

@@ -1,8 +1,8 @@
-"""Store each residual of `jax.vjp` for itself.
+"""Store each residual of `jax.vjp` by itself.
 
 A `jax.checkpoint` policy asks for this, whose saved values are the residuals, and so
 does `default=Exact()`. Values that are not saved are recomputed from those that are, so
-the rounding of a stored residual biases the gradient where that is not linear.
+rounding a stored residual biases the gradient where that is not linear.
 """
 
 import dataclasses
@@ -30,12 +30,12 @@ from jaxact._trace import Flat
 def plan_each_residual(
     forward: Forward, flat: Flat, policy: Policy, prefix: str
 ) -> StoragePlan:
-    """Decide for every residual of `forward`."""
+    """Decide for every residual in `forward`."""
     reading = read_forward(forward, flat, policy, prefix)
     decisions = _decide_all(reading)
     recomputed = [v for v, d in decisions.items() if isinstance(d.action, Recompute)]
     stored = decisions.keys() - set(recomputed)
-    # Views of parameters are recomputed without anyone asking for it, and exactly.
+    # A parameter's view is recomputed without anyone asking for it, and exactly.
     is_asked = policy.recompute is not None or any(
         decisions[v].reason is not Reason.OF_PARAMETERS for v in recomputed
     )

@@ -39,7 +39,7 @@ class CompressedCall:
 
 
 def mark_call(seed: jax.Array, call: CompressedCall) -> jax.Array:
-    """The seed of a compressed call, marked as such."""
+    """A compressed call's seed, marked as such."""
     return call_p.bind(seed, call=call)
 
 

@@ -55,7 +55,7 @@ class Reading:
 
 
 def read_forward(forward: Forward, flat: Flat, policy: Policy, prefix: str) -> Reading:
-    """Learn the facts about `forward`, the forward program of `flat`."""
+    """Learn the facts about `forward`, which was traced from `flat`."""
     jaxpr = forward.jaxpr
     facts = flow(jaxpr, [0, *input_facts(flat)], learn)
     leaves = tuple(dict.fromkeys(variables_in(forward.residuals)))
@@ -97,7 +97,7 @@ def decide_unrounded(reading: Reading, v: Var, residual: Residual) -> Decision |
 def obstacle(eqn: Eqn | None) -> Reason | None:
     """Why a value cannot be recomputed, given its equation; None where it can.
 
-    An input of the program has no equation.
+    A program's input has no equation.
     """
     if eqn is None:
         return Reason.ARGUMENT
