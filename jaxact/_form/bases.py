@@ -145,7 +145,7 @@ def _decide_bases(bases: _Bases) -> Decisions:
         decisions[v] = decision = _decide_base(bases, v)
         if not isinstance(decision.action, Recompute):
             continue
-        reason = obstacle(producers.get(v))
+        reason = obstacle(bases.reading, v)
         if reason is None:
             known = {*todo, *decisions}
             todo += _nearest_sources(bases.chooser, producers[v], known)

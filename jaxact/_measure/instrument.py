@@ -76,9 +76,7 @@ def instrumented_call(
     flat = call.flat
     plans: dict[Any, StoragePlan] = {}
 
-    def planned(
-        active: tuple[bool, ...], draw: Draw, values: Sequence[Any]
-    ) -> StoragePlan:
+    def planned(active: tuple[bool, ...], draw: Draw, values: Any) -> StoragePlan:
         if active not in plans:
             names = list(draw.probe)
 

@@ -80,15 +80,15 @@ def _sources(reading: Reading, v: Var, leaves: Collection[Var]) -> list[Var] | R
     """Nearest inputs and residuals to recompute `v` from, or why there are none."""
     todo, seen, sources = [v], {v}, []
     while todo:
-        eqn = reading.producers.get(todo.pop())
-        reason = obstacle(eqn)
-        if eqn is None or reason is not None:
-            return reason or Reason.ARGUMENT
-        for x in variables_in(eqn.invars):
-            if x not in seen:
-                seen.add(x)
-                is_source = x in leaves or x not in reading.producers
-                (sources if is_source else todo).append(x)
+        x = todo.pop()
+        reason = obstacle(reading, x)
+        if reason is not None:
+            return reason
+        for u in variables_in(reading.producers[x].invars):
+            if u not in seen:
+                seen.add(u)
+                is_source = u in leaves or u not in reading.producers
+                (sources if is_source else todo).append(u)
     return sources
 
 
