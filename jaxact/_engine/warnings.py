@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxact._codec import Exact, Recompute
 from jaxact._decision import Reason
-from jaxact._plan.plan import Plan
+from jaxact._plan.storage import StoragePlan
 from jaxact._policy import Policy
 
 
@@ -15,7 +15,7 @@ class CompressionWarning(UserWarning):
     """A policy did less than it says: a rule, or all of it, changed nothing."""
 
 
-def warn_if_unused(policy: Policy, name: str, plans: Sequence[Plan]) -> None:
+def warn_if_unused(policy: Policy, name: str, plans: Sequence[StoragePlan]) -> None:
     """Warn about rules that matched nothing, and about compressing nothing."""
     decisions = [d for plan in plans for d in plan.all_decisions]
     used = {d.rule for d in decisions}

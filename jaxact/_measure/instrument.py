@@ -29,7 +29,7 @@ from jaxact._jaxpr.rewrite import new_variable, with_inputs
 from jaxact._measure.replace_calls import evaluate
 from jaxact._plan.forward import trace_forward
 from jaxact._plan.mark import CompressedCall
-from jaxact._plan.plan import Plan
+from jaxact._plan.storage import StoragePlan
 from jaxact._residual import join_paths
 from jaxact._trace import Flat, Kind, Static, is_inexact
 
@@ -74,9 +74,9 @@ def instrumented_call(
 ) -> Callable[..., list[Any]]:
     """(draw, *values) -> outputs: the call, measured when it is differentiated."""
     flat = call.flat
-    plans: dict[Any, Plan] = {}
+    plans: dict[Any, StoragePlan] = {}
 
-    def planned(active: tuple[bool, ...], draw: Draw, values: Sequence[Any]) -> Plan:
+    def planned(active: tuple[bool, ...], draw: Draw, values: Any) -> StoragePlan:
         if active not in plans:
             names = list(draw.probe)
 
@@ -137,7 +137,7 @@ def instrumented_call(
 
 def _measured(
     instrument: Instrument,
-    plan: Plan,
+    plan: StoragePlan,
     probe: Probe,
     packed: Sequence[Any],
     cotangents: list[Any],
