@@ -141,11 +141,12 @@ def plan_for(forward: Forward, flat: Flat, policy: Policy, prefix: str) -> Plan:
 
 
 def _encode(decision: Decision, x: jax.Array, seed: Any, is_fused: bool) -> Any:
-    return decision.action.encode(x, seed, is_fused)
+    codec = decision.codec
+    return (codec.encode_fused if is_fused else codec.encode)(x, seed)
 
 
 def _decode(decision: Decision, stored: Any, shape: Any, dtype: Any) -> jax.Array:
-    return decision.action.decode(stored, shape, dtype)
+    return decision.codec.decode(stored, shape, dtype)
 
 
 def forward_pass(
@@ -178,8 +179,8 @@ def forward_pass(
     if packed:
         out, packed = lax.optimization_barrier((out, packed))
     # Behind the barrier: XLA's host offloading does not look through one.
-    actions = [plan.decisions[v].action for v in plan.packed]
-    packed = [a.keep(x) for a, x in zip(actions, packed, strict=True)]
+    codecs = [plan.decisions[v].codec for v in plan.packed]
+    packed = [c.keep(x) for c, x in zip(codecs, packed, strict=True)]
     # Named behind the barrier: a checkpoint that saves them need not redo the call.
     exact, packed = jax.tree.map(
         lambda a: checkpoint_name(a, PACKED_NAME), (exact, packed)
@@ -211,8 +212,8 @@ def behind_barrier(
     That is (what was decoded for each of `plan.packed`, cotangents) -> gradients.
     """
     env = dict(zip([*plan.exact, *plan.kept], kept, strict=True))
-    actions = [plan.decisions[v].action for v in plan.packed]
-    packed = [a.fetch(x) for a, x in zip(actions, packed, strict=True)]
+    codecs = [plan.decisions[v].codec for v in plan.packed]
+    packed = [c.fetch(x) for c, x in zip(codecs, packed, strict=True)]
     # What is recomputed starts behind the barrier, or XLA would keep it from forward.
     read_again = {v for step in plan.replay for v in step.inputs}
     sources = {v: x for v, x in env.items() if v in read_again}

@@ -15,7 +15,6 @@ import jax
 from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
 
-from jaxact._codec import is_stored_exactly
 from jaxact._decision import Decision
 from jaxact._policy import Policy
 from jaxact._trace import Flat
@@ -55,7 +54,7 @@ def _batch(args: Any, dims: Any, **params: Any) -> Any:
 
 def _differentiate(primals: Any, tangents: Any, **params: Any) -> Any:
     decision = params["decision"]
-    if not is_stored_exactly(decision.action):
+    if not decision.action.is_lossless:
         raise TypeError(
             "jaxact: second-order differentiation of a compressed function. Its "
             f"residual {decision.residual} is stored by {decision.action}, whose "
