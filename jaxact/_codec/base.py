@@ -34,6 +34,9 @@ class Action(abc.ABC):
     bits: float | None
     # Whether anything but the array itself is kept for the backward pass.
     is_packed: ClassVar[bool] = False
+    # Whether JAX differentiates it right, so that second derivatives may pass through.
+    # Elsewhere they raise an error: lossless is not enough, a bitcast gives 0.
+    is_differentiable: bool = False
 
     @property
     def is_lossless(self) -> bool:

@@ -15,6 +15,7 @@ class Exact(Codec[jax.Array]):
     bias = Bias.EXACT
     bits = None
     is_packed = False
+    is_differentiable = True
 
     @property
     def label(self) -> str:

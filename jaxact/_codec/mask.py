@@ -16,6 +16,7 @@ class Bitmask(Codec[jax.Array]):
 
     bias = Bias.EXACT
     bits = None
+    is_differentiable = True  # bools have no derivative to lose
 
     @property
     def label(self) -> str:

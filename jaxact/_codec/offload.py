@@ -39,6 +39,10 @@ class Offload(Codec[Any]):
         return self.codec.bits
 
     @property
+    def is_differentiable(self) -> bool:
+        return self.codec.is_differentiable
+
+    @property
     def label(self) -> str:
         return f"{self.codec.label}, host"
 

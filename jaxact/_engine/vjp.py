@@ -22,7 +22,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from jaxact._checkpoint_policies import PACKED_NAME, SaveEither, save_packed
-from jaxact._codec import Bias
 from jaxact._decision import Decision
 from jaxact._engine.outputs import independent_outputs, select_outputs, when_all
 from jaxact._engine.scan import CompressBody, contains_scan, push_into_scans
@@ -170,7 +169,7 @@ def forward_pass(
         salted = jnp.asarray(seed, jnp.uint32) ^ np.uint32(salt)
         is_fused = v in plan.normalized or decision.residual.primitive in FUSED
         store = functools.partial(encode, decision, is_fused=is_fused)
-        if decision.bias is Bias.EXACT and is_float(v):  # may be differentiated again
+        if decision.codec.is_differentiable and is_float(v):
             stored[v] = store(x, salted)
         else:
             stored[v] = opaque(store, x, salted)

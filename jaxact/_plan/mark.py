@@ -54,7 +54,7 @@ def _batch(args: Any, dims: Any, **params: Any) -> Any:
 
 def _differentiate(primals: Any, tangents: Any, **params: Any) -> Any:
     decision = params["decision"]
-    if not decision.action.is_lossless:
+    if not decision.action.is_differentiable:
         raise TypeError(
             "jaxact: second-order differentiation of a compressed function. Its "
             f"residual {decision.residual} is stored by {decision.action}, whose "

@@ -176,6 +176,12 @@ def test_a_lossless_codec_is_exact_everywhere():
         jaxact.sensitivity(small, W, X, C)
 
 
+def test_second_derivatives_need_a_codec_that_jax_differentiates():
+    small = compressed(Policy(default=Halves()))
+    with pytest.raises(TypeError, match="second-order"):
+        jax.grad(lambda x: jnp.sum(jax.grad(small, 1)(W, x, C)))(X)
+
+
 def test_an_unbiased_codec_gives_unbiased_gradients():
     """z per element of the mean of 400 draws; P(fail) < 2048 P(|z| > 6) < 5e-6."""
     small, draws = compressed(Policy(default=RandomSign(bits=1))), 400
@@ -215,6 +221,8 @@ def test_the_facts_of_an_action(action, label, bias, bits):
     assert (action.label, action.bias, action.bits) == (label, bias, bits)
     assert action.is_lossless == (bias == "exact")
     assert action.is_packed == (not isinstance(action, Exact | Recompute))
+    is_kept = isinstance(action, Exact | Bitmask) or action == Offload()
+    assert action.is_differentiable == is_kept or action == Offload(Bitmask())
     assert hash(action) == hash(dataclasses.replace(action))
 
 
