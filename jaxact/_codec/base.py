@@ -15,7 +15,7 @@ class Bias(enum.StrEnum):
     """How the mean of a gradient, over the rounding noise, differs from its value."""
 
     EXACT = "exact"  # every draw is the exact gradient
-    UNBIASED = "unbiased"  # noise with mean zero
+    UNBIASED = "unbiased"  # noise of mean zero
     BIASED = "biased"  # something nonlinear is computed from rounded values
 
 
