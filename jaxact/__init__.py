@@ -6,13 +6,17 @@ A *policy* chooses a *codec* for each *residual*; `compress` applies it.
 from jaxact import policies as policies
 from jaxact._bits import (
     Allocation as Allocation,
+    Cost as Cost,
     Sensitivity as Sensitivity,
     allocate as allocate,
     reallocate as reallocate,
 )
 from jaxact._codec import (
+    Action as Action,
+    Bias as Bias,
     Bitmask as Bitmask,
     Cast as Cast,
+    Codec as Codec,
     DualPrecision as DualPrecision,
     Exact as Exact,
     Offload as Offload,
