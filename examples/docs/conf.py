@@ -6,7 +6,6 @@ file lies in, or from the installed jaxact.
 
 import shutil
 import sys
-import tomllib
 from pathlib import Path
 
 from sphinx.pycode import ModuleAnalyzer
@@ -15,6 +14,8 @@ DOCS = Path(__file__).parent
 ROOT = DOCS.parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
+import jaxact  # noqa: E402  # from this checkout
+
 # Sphinx reads what lies beside this file: the notebooks are copied there.
 shutil.rmtree(DOCS / "notebooks", ignore_errors=True)
 (DOCS / "notebooks").mkdir()
@@ -22,7 +23,7 @@ for notebook in DOCS.parent.glob("notebooks/*.ipynb"):
     shutil.copy2(notebook, DOCS / "notebooks")
 
 project = "jaxact"
-release = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+release = jaxact.__version__
 extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "myst_nb"]
 html_theme = "furo"
 html_title = f"jaxact {release}"

@@ -5,4 +5,4 @@ from jaxact._bits.allocate import (
     allocate as allocate,
     reallocate as reallocate,
 )
-from jaxact._bits.cost import Sensitivity as Sensitivity
+from jaxact._bits.cost import Cost as Cost, Sensitivity as Sensitivity

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxact._bits.cost import Cost, Sensitivity, relative_text
 from jaxact._codec import Action, Cast, Exact, Quantize
 from jaxact._policy import Policy, Rule
-from jaxact._tabular import Tabular
+from jaxact._tabular import Column, Tabular
 
 LADDER = (1, 2, 3, 4, 6, 8, 16)
 # By how much a kept allocation may miss its budget or its bound: a measurement of a few
@@ -126,15 +126,21 @@ class Allocation(Tabular):
             f"{self.error:.3g} to a squared gradient of {self.measured.signal:.3g}"
         )
 
-    def _cells(self) -> list[tuple[str, ...]]:
+    def _table(self) -> tuple[list[Column[Cost]], tuple[Cost, ...]]:
         chosen, signal = dict(self.bits), self.measured.signal
-        table = [("key", "elements", "bits", "error", "relative")]
-        for row in self.measured.rows:
-            bits = chosen[row.key]
-            error = row.error(bits)
-            cells = row.key, f"{row.size:,}", str(bits), f"{error:.3g}"
-            table.append((*cells, relative_text(error, signal)))
-        return table
+        error = lambda row: row.error(chosen[row.key])
+        columns: list[Column[Cost]] = [
+            Column("key", lambda row: row.key),
+            Column("elements", lambda row: f"{row.size:,}", is_number=True),
+            Column("bits", lambda row: str(chosen[row.key]), is_number=True),
+            Column("error", lambda row: f"{error(row):.3g}", is_number=True),
+            Column(
+                "relative",
+                lambda row: relative_text(error(row), signal),
+                is_number=True,
+            ),
+        ]
+        return columns, self.measured.rows
 
 
 def allocate(
