@@ -131,8 +131,8 @@ class _Options:
             return adapter.compress(target, self.policy, self.static_argnums)
         if isinstance(target, type):
             raise TypeError(
-                f"compress({target.__name__}): a class that is no Flax module. "
-                "Instead, decorate its `__call__`: @jaxact.compress(activations='x')."
+                f"compress({target.__name__}): a class that is no Flax module: "
+                "decorate its `__call__`, by @jaxact.compress(activations='x')."
             )
         if not callable(target):
             raise TypeError(

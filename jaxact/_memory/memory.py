@@ -112,8 +112,9 @@ def measure(compiled: Compiled) -> Memory:
       ValueError: its backend does not say.
     """
     stats: Any = compiled.memory_analysis()
-    shardings = (compiled.input_shardings, compiled.output_shardings)
-    devices = jax.tree.leaves(shardings)[0].device_set
+    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    # A program without arrays is compiled for the local backend, whatever the target.
+    devices = shardings[0].device_set if shardings else jax.local_devices()
     device = min(devices, key=lambda d: d.id)
     if stats is None or (stats.output_size_in_bytes == 0 < _output_bytes(compiled)):
         raise ValueError(

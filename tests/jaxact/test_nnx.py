@@ -263,6 +263,8 @@ def test_wrong_requests_say_what_to_write(request_, error, match):
 
 
 def test_instances_of_one_class_stay_so():
-    first, second = (jaxact.compress(Block(nnx.Rngs(i)), policy=Policy(2)) for i in (0, 1))
+    first, second = (
+        jaxact.compress(Block(nnx.Rngs(i)), policy=Policy(2)) for i in (0, 1)
+    )
     assert type(first) is type(second) is not Block
     assert type(first) is not type(jaxact.compress(Block(nnx.Rngs(0))))
