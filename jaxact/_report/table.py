@@ -152,11 +152,11 @@ class ResidualTable(Tabular):
           ...     return x
           >>> ws, x = [jnp.ones((256, 256))] * 2, jnp.ones((64, 256))
           >>> print(jaxact.residuals(network, ws, x).by_path())
-          path    residuals              exact  stored  ratio   share
-          x               1   16,384 (65.5 KB)  4.4 KB  15.1x  25.0 %
-          layer0          2  32,768 (131.1 KB)  8.7 KB  15.1x  50.0 %
-          layer1          1   16,384 (65.5 KB)  4.4 KB  15.1x  25.0 %
-          Total residuals: 4, 65,536 (262.1 KB), stored as 17.4 KB, 15.1x smaller
+          path    residuals             exact    stored  ratio   share
+          x               1   16,384 (64 KiB)  4.25 KiB  15.1x  25.0 %
+          layer0          2  32,768 (128 KiB)   8.5 KiB  15.1x  50.0 %
+          layer1          1   16,384 (64 KiB)  4.25 KiB  15.1x  25.0 %
+          Total residuals: 4, 65,536 (256 KiB), stored as 17 KiB, 15.1x smaller
         """
         rows = (
             ModuleRow(r.path, 1, math.prod(r.shape), r.exact_bytes, r.stored_bytes)
