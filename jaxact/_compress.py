@@ -58,7 +58,7 @@ def compress(
     Outputs are `target`'s own, to the last bit; so are the parameter tree, mutable
     state and RNG counters. Only the arrays that reverse-mode differentiation keeps are
     stored as `policy` says. With Policy(default=Exact()) gradients are JAX's own too,
-    operation by operation; where three or more of them are summed into one argument, a
+    operation by operation; where three or more are summed into one argument, a
     compressed call in between may change the order of that sum. Reverse mode once only:
     forward-mode and second-order derivatives raise a TypeError.
 
@@ -86,7 +86,7 @@ def compress(
       there is one. Without a key the noise is derived from the data.
 
     Raises:
-      TypeError: `target` or `policy` is of the wrong kind.
+      TypeError: `target` or `policy` has the wrong type.
       ValueError: when called, if `activations` or `static_argnums` name no argument.
 
     Example:
@@ -109,7 +109,7 @@ def compress(
 
 @dataclasses.dataclass(frozen=True)
 class _Options:
-    """The arguments of `compress` beside its target."""
+    """`compress`'s arguments beside its target."""
 
     policy: Policy
     activations: Names | None

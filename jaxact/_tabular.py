@@ -16,7 +16,7 @@ R = TypeVar("R")
 
 @dataclasses.dataclass(frozen=True)
 class Column(Generic[R]):
-    """One column of a table.
+    """A table's column.
 
     Attributes:
       title: its first line.
@@ -32,7 +32,7 @@ class Column(Generic[R]):
 class Tabular(abc.ABC):
     """A value with a table and a summary; empty columns are left out.
 
-    HTML has no colors or styles, so that it takes those of the page.
+    HTML has no colors or styles, so that it takes the page's.
     """
 
     @abc.abstractmethod
@@ -110,7 +110,7 @@ def bytes_text(number: float) -> str:
 def _text(
     columns: Sequence[Column[Any]], rows: Sequence[object]
 ) -> tuple[list[Column[Any]], list[tuple[str, ...]]]:
-    """The columns in which some row has text, and the text of each row."""
+    """The columns in which some row has text, and each row's text."""
     cells = [[column.cell(row) for row in rows] for column in columns]
     kept = [i for i, column in enumerate(cells) if not rows or any(column)]
     texts = zip(*(cells[i] for i in kept), strict=True)

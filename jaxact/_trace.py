@@ -1,7 +1,7 @@
-"""One call of the user's function, as a function of flat arrays.
+"""One call of the user's function, as a function from flat arrays to flat arrays.
 
-The function is traced exactly once. Values that it closes over, tracers of outer
-transformations included, become explicit arguments, because `custom_vjp` refuses
+The function is traced exactly once. Values that it closes over, outer transformations'
+tracers included, become explicit arguments, because `custom_vjp` refuses
 closures over tracers. Values that are not arrays stay the Python values they are.
 """
 
@@ -19,16 +19,16 @@ from jax import core
 from jaxact._jaxpr.compat import open_jaxpr
 from jaxact._jaxpr.types import Array, Jaxpr, Var
 
-# Arguments of a call, by name or position.
+# A call's arguments, by name or position.
 Names: TypeAlias = str | int | Sequence[str | int]
-# From the flat outputs of a function to its result.
+# From a function's flat outputs to its result.
 Rebuild: TypeAlias = Callable[[Sequence[Array]], Any]
 
 
 class Kind(enum.Enum):
     """The part that an argument has in the transform."""
 
-    PARAMETER = "parameter"  # referenced; neither it nor values made of it are stored
+    PARAMETER = "parameter"  # referenced; neither it nor values made from it are stored
     ACTIVATION = "activation"  # may be stored through a codec
     UNKNOWN = "unknown"  # referenced, but values computed from it may be stored
 
@@ -39,9 +39,9 @@ class Flat:
 
     Attributes:
       jaxpr: its constants and inputs together are the inputs.
-      kinds: of each input.
+      kinds: each input's.
       paths: each input's name in tables.
-      owners: the number of each input's argument in the call; -1 if closed over.
+      owners: each input's argument, as its number in the call; -1 if closed over.
     """
 
     jaxpr: Jaxpr
@@ -101,11 +101,11 @@ def trace(
     """Trace `f(*args, **kwargs)` once.
 
     Args:
-      describe: one `Argument` for each of `args`, then for each of `kwargs`.
+      describe: an `Argument` for each in `args`, then for each in `kwargs`.
 
     Returns:
-      The flat function, the values of its inputs, and a function from its outputs to
-      the result of `f`.
+      The flat function, its inputs' values, and a function from its outputs to the
+      result of `f`.
     """
     values = [
         Static(v) if d.is_static else v
@@ -151,7 +151,7 @@ def trace(
 def _label(
     values: Sequence[object], describe: Sequence[Argument]
 ) -> tuple[list[str], list[Kind], list[int]]:
-    """Label, kind and argument number of every leaf."""
+    """Every leaf's label, kind and argument number."""
     labels, kinds, owners = [], [], []
     for number, (argument, value) in enumerate(zip(describe, values, strict=True)):
         for path, _ in jax.tree_util.tree_flatten_with_path(value)[0]:
@@ -168,7 +168,7 @@ def arguments(
     activations: Names | None,
     static_argnums: Names,
 ) -> list[Argument]:
-    """Describe the arguments of a plain function call.
+    """Describe a plain function call's arguments.
 
     Raises:
       ValueError: `activations` or `static_argnums` name an argument that the call
@@ -203,7 +203,7 @@ def arguments(
 
 
 def _parameters(f: Callable[..., object]) -> tuple[list[str], list[str]]:
-    """Names of the positional and of the keyword-only parameters."""
+    """The positional and the keyword-only parameters' names."""
     try:
         parameters = inspect.signature(f).parameters.values()
     except (TypeError, ValueError):  # builtins have no signature

@@ -11,7 +11,7 @@ R = TypeVar("R")
 
 
 class Instance(Protocol):
-    """An instance of an NNX module, told from a function by a method of its own."""
+    """An NNX module instance, told from a function by its own method."""
 
     def sow(self, variable_type: type | str, name: str, value: Any) -> bool: ...
 

@@ -61,7 +61,7 @@ def abstract_on(device: Device) -> Callable[[T], T | jax.ShapeDtypeStruct]:
 
 @functools.cache
 def device_of(target: str) -> Device:
-    """A compile-only device of the target's kind.
+    """The target as a compile-only device.
 
     Raises:
       ValueError: no such target.
@@ -102,7 +102,7 @@ def _register_compiler(target: str) -> None:
 
 
 def described(target: str) -> contextlib.AbstractContextManager[object]:
-    """The context in which Pallas lowers for `target` instead of a local device."""
+    """The context in which Pallas lowers for `target` and no local device."""
     gpu = gpu_of(target)
     device = jax.sharding.AbstractDevice(gpu.name, gpu.cores, platform="gpu")
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)

@@ -25,9 +25,9 @@ class Memory(Tabular):
     Attributes:
       temp_bytes: live only while it runs: residuals, gradients not yet returned,
         scratch space.
-      argument_bytes: of its arguments.
-      output_bytes: of its results.
-      alias_bytes: of results that are written over donated arguments.
+      argument_bytes: its arguments.
+      output_bytes: its results.
+      alias_bytes: results that are written over donated arguments.
       device: the device's kind.
     """
 
@@ -77,7 +77,7 @@ def memory(
     """Compile `step` for these arguments and report the memory it takes.
 
     Nothing runs. With a `target` no such device is needed: XLA's GPU compiler compiles
-    for 'a100', 'b200', 'h100' and 'h200' on any Linux machine. The numbers are those of
+    for 'a100', 'b200', 'h100' and 'h200' on any Linux machine. The numbers are for
     one device, also where the program is sharded over several.
 
     Not included: workspaces that cuDNN and cuBLAS allocate when they run, the XLA
@@ -86,7 +86,7 @@ def memory(
     Args:
       step: a function. If it is jitted its static and donated arguments count;
         otherwise it is jitted with neither.
-      *args: its arguments: pytrees of arrays or of `jax.ShapeDtypeStruct`, and static
+      *args: its arguments: pytrees with arrays or `jax.ShapeDtypeStruct`, and static
         values where `step` declares them.
       target: the GPU to compile for; `None` is the local backend.
       **kwargs: its keyword arguments.

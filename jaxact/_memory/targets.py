@@ -25,7 +25,7 @@ class Gpu:
 
     @property
     def description(self) -> str:
-        """The text form of XLA's `GpuTargetConfigProto`."""
+        """XLA's `GpuTargetConfigProto`, as text."""
         return f"""
 gpu_device_info {{
   cuda_compute_capability {{ {self.capability} }}

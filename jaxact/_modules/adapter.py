@@ -36,9 +36,9 @@ class Adapter(Protocol):
         policy: Policy,
         static_argnums: Sequence[str | int],
     ) -> Callable[..., object]:
-        """A method, or a function of modules, compressed.
+        """A method, or a function that takes modules, compressed.
 
-        Its arguments are activations; the variables of modules are parameters.
+        Its arguments are activations; the modules' variables are parameters.
         """
         ...
 
@@ -60,11 +60,11 @@ class StatefulAdapter(Adapter, Protocol):
         args: Sequence[object],
         kwargs: dict[str, object],
     ) -> "PureCall":
-        """The call `f(*args, **kwargs)` as one of arrays alone."""
+        """The call `f(*args, **kwargs)` as one with arrays alone."""
         ...
 
     def write_back(self, modules: Sequence[object], out: object) -> object:
-        """The result of f from its pure call's; changed arrays go to `modules`."""
+        """f's result from its pure call's; changed arrays go to `modules`."""
         ...
 
 

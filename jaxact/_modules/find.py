@@ -8,7 +8,7 @@ from jaxact._modules.adapter import Adapter, StatefulAdapter
 
 _HOMES = {"flax.linen": "jaxact._modules.linen", "flax.nnx": "jaxact._modules.nnx"}
 
-if TYPE_CHECKING:  # that each file has the functions of the interface
+if TYPE_CHECKING:  # each file has the interface's functions
     from jaxact._modules import linen, nnx
 
     _ADAPTERS: tuple[Adapter, StatefulAdapter] = linen, nnx
@@ -20,7 +20,7 @@ def for_target(target: object) -> Adapter | None:
 
 
 def for_arguments(args: Sequence[object]) -> Adapter | None:
-    """The adapter for a call of a function or method that modules take part in."""
+    """The adapter for a call that modules take part in."""
     for position, value in enumerate(args):
         adapter = None if isinstance(value, type) else for_target(value)
         if adapter is not None and adapter.takes_part(value, position):

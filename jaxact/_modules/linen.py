@@ -40,7 +40,7 @@ def compress(target: T, policy: Policy, static_argnums: Sequence[str | int]) -> 
 def compress_method(
     f: Callable[..., object], policy: Policy, static_argnums: Sequence[str | int]
 ) -> Callable[..., object]:
-    """A method (or function of a module) with its residuals compressed."""
+    """A method (or function that takes a module) with its residuals compressed."""
     return _lift(f, f, policy, static_argnums)
 
 
@@ -91,7 +91,7 @@ def _lift(
         lift_all = ((True,), (True,), (True,))
         lifted = lift.pack(body, *lift_all, name="compress", enable_kwargs=True)
 
-        # The seed is drawn outside: RNG counters do not come out of a lifted function.
+        # The seed is drawn outside: a lifted function does not return RNG counters.
         def seeded(
             scopes: object,
             *args: object,
@@ -109,7 +109,7 @@ def _lift(
 
 
 def _in_module(module: str, argument: Argument) -> Argument:
-    """The argument of a submodule, whose own name scope is not open yet."""
+    """A submodule's argument, whose own name scope is not open yet."""
     label = join_paths(module, argument.label)
     return dataclasses.replace(argument, label=label)
 
@@ -117,7 +117,7 @@ def _in_module(module: str, argument: Argument) -> Argument:
 def _stream_key(scopes: object) -> jax.Array | None:
     """A key from the RNG stream 'jaxact', if the caller supplied one.
 
-    Drawn as Dropout draws its masks, so two calls of one module differ.
+    Drawn as Dropout draws its masks, so a module's calls differ.
     """
     for scope in jax.tree.leaves(scopes):
         if scope.has_rng(NOISE_STREAM):

@@ -1,4 +1,4 @@
-"""`compress` for Flax NNX: split the modules of a call, merge them inside.
+"""`compress` for Flax NNX: split a call's modules, merge them inside.
 
 All state goes through the transform as parameters; changed state (statistics, RNG
 counts, sown values) is written back to the caller's modules.
@@ -33,7 +33,7 @@ def compress(target: T, policy: Policy, static_argnums: Sequence[str | int]) -> 
 def compress_method(
     f: Callable[..., object], policy: Policy, static_argnums: Sequence[str | int]
 ) -> Callable[..., object]:
-    """A function of modules and arrays, with its residuals compressed."""
+    """A function that takes modules and arrays, with its residuals compressed."""
 
     @functools.wraps(f)
     def compressed(
@@ -69,7 +69,7 @@ def takes_part(module: object, position: int) -> bool:
 def purify(
     f: Callable[..., Any], args: Sequence[object], kwargs: dict[str, object]
 ) -> PureCall:
-    """`f` as a function of state and arrays.
+    """`f` as a function from state and arrays.
 
     It takes (parameters, other state, *args, **kwargs), with None for each module, and
     returns f's result, then parameters and other state if f changed them.
@@ -80,7 +80,7 @@ def purify(
     graphdef, params, state = nnx.split(modules, nnx.Param, ...)
 
     def pure(params: object, state: object, *args: object, **kwargs: object) -> Any:
-        # Without a copy, tree mode refuses to mutate state of an outer trace.
+        # Without a copy, tree mode refuses to mutate an outer trace's state.
         merged = nnx.merge(graphdef, params, state, copy=True)
         full, kwargs = _replace(args, kwargs, positions, names, merged)
         y = f(*full, **kwargs)
@@ -95,7 +95,7 @@ def purify(
 
 
 def write_back(modules: Sequence[object], out: Any) -> object:
-    """The result of a call, from that of its pure function; changes go to `modules`."""
+    """The call's result from its pure function's; changes go to `modules`."""
     y, *after = out
     changed = [state for state in after if state is not None]
     if changed:  # a frozen module may belong to an outer trace
@@ -116,7 +116,7 @@ def _compress_class(
     return type(target)(target.__name__, (target,), body)
 
 
-# Instances of one class get one class: jit and NNX compare modules by their classes.
+# One class for all instances: jit and NNX compare modules by their classes.
 _class_for = functools.lru_cache(_compress_class)
 
 
@@ -143,8 +143,8 @@ def _same(a: object, b: object) -> bool:
 def _stream_key(modules: object) -> jax.Array | None:
     """A key from the first RNG stream named 'jaxact' in the modules, if any.
 
-    The stream moves on by one, as a call of it would. Around a scan or vmap its key is
-    stacked; one of the keys decides.
+    The stream moves on by one, as when it is called. Around a scan or vmap its key is
+    stacked; the first decides.
     """
     for _, node in nnx.iter_graph(modules):
         if isinstance(node, nnx.RngStream) and node.tag == NOISE_STREAM:

@@ -1,4 +1,4 @@
-"""A call that modules may take part in, as one of arrays alone."""
+"""A call that modules may take part in, as one with arrays alone."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -13,14 +13,14 @@ from jaxact._trace import Flat, Rebuild, arguments, is_array, trace
 
 @dataclasses.dataclass(frozen=True)
 class PureCall:
-    """A call of a function of arrays.
+    """A call with array arguments.
 
     Attributes:
-      fn: the user's function, or one of (parameters, other state, *args, **kwargs) that
-        returns its result and the state after.
+      fn: the user's function; or one from (parameters, other state, *args, **kwargs)
+        to the user's result and the state after.
       args, kwargs: for `fn`; each module is None in them.
       modules: that hold arrays, in the user's call; empty where `fn` is the user's.
-      positions: of the modules in the user's call; -1 for a keyword.
+      positions: the modules' in the user's call; -1 for a keyword.
     """
 
     fn: Callable[..., Any]
@@ -31,19 +31,19 @@ class PureCall:
 
     @property
     def num_positional(self) -> int:
-        """Positional arguments of the user's call."""
+        """How many positional arguments the user's call has."""
         return len(self.args) - (2 if self.modules else 0)
 
     @property
     def owners(self) -> list[int]:
-        """For each array, the position of its argument in the user's call.
+        """For each array, its argument's position in the user's call.
 
         A module owns its parameters. -1: other state, and keyword arguments.
         """
         owned = [*enumerate(self.args), (-1, self.kwargs)]
         if self.modules:
             params, state, *args = self.args
-            # Shared parameters belong to the first of their modules.
+            # Shared parameters belong to their first module.
             parts = [
                 (position, params[number])
                 for number, position in enumerate(self.positions)
@@ -63,7 +63,7 @@ class PureCall:
         """Whether each value from `trace` is one to differentiate.
 
         Args:
-          values: those closed over, then those of the arguments.
+          values: those closed over, then the arguments'.
           argnums: positions in the user's call. None: all float arrays.
 
         Raises:
@@ -86,7 +86,7 @@ class PureCall:
         return [f and n in positions for f, n in zip(is_float, owners, strict=True)]
 
     def result(self, out: Any) -> Any:
-        """The result of the user's function, from that of `fn`."""
+        """The user's function's result, from `fn`'s."""
         return out[0] if self.modules else out
 
     def write_back(self, out: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The residuals of a function by module: how many, and their bytes."""
+"""A function's residuals by module: how many, and their bytes."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -9,12 +9,12 @@ from jaxact._tabular import Column, Tabular, bytes_text
 
 @dataclasses.dataclass(frozen=True)
 class ModuleRow:
-    """The residuals of one path, together.
+    """All residuals with one path.
 
     Attributes:
-      path: of the module or named scope, as in the rows of a `ResidualTable`.
+      path: the module's or named scope's, as in a `ResidualTable`.
       residuals: how many.
-      elements: in all of them, with the copies that scans stack.
+      elements: in all together, with the copies that scans stack.
       exact_bytes: bytes before they are stored.
       stored_bytes: bytes after.
     """
@@ -35,13 +35,13 @@ class ModuleRow:
 class ModuleTable(Tabular):
     """Residuals by module: `print` it, or show it in a notebook.
 
-    To be read beside `nn.tabulate` and `nnx.tabulate`: a row does not count residuals
-    of submodules that have rows of their own, and sizes are 'elements (bytes)'. Bytes
-    are in binary units, as in all tables of jaxact: 64 KiB here are 65.5 KB there.
-    `share` is the part of all stored bytes.
+    To be read beside `nn.tabulate` and `nnx.tabulate`: a row does not count
+    submodules that have their own rows, and sizes are 'elements (bytes)'. Bytes are in
+    binary units, as in all jaxact's tables: 64 KiB here are 65.5 KB there. `share` is a
+    row's part in all stored bytes.
 
     Attributes:
-      rows: modules in the order of their first residuals, each before its submodules.
+      rows: modules as their first residuals come, each before its submodules.
     """
 
     rows: tuple[ModuleRow, ...]
@@ -58,7 +58,7 @@ class ModuleTable(Tabular):
         return {"rows": rows, "total": total}
 
     def summary(self) -> str:
-        """The number of residuals, their exact and their stored bytes."""
+        """How many residuals, their exact and their stored bytes."""
         total = self.total
         return (
             f"Total residuals: {total.residuals}, {_size(total)}, stored as "
@@ -83,14 +83,14 @@ class ModuleTable(Tabular):
 
 
 def module_table(residuals: Iterable[ModuleRow], depth: int | None) -> ModuleTable:
-    """Gather residuals, each a row of its own, by the first `depth` parts of paths."""
+    """Sum residuals, given a row each, by the first `depth` parts of their paths."""
     if depth is not None and (not isinstance(depth, int) or depth < 1):
         raise ValueError(
             f"by_path(depth={depth!r}): a number of path components, at least 1, is "
             "required; None for whole paths."
         )
     modules: dict[tuple[str, ...], list[ModuleRow]] = {}
-    first: dict[tuple[str, ...], int] = {}  # number of a path's first residual
+    first: dict[tuple[str, ...], int] = {}  # from a path to its first residual
     for number, row in enumerate(residuals):
         parts = tuple(row.path.split("/")[:depth])
         modules.setdefault(parts, []).append(row)

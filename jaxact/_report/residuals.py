@@ -1,4 +1,4 @@
-"""List the residuals of a function and their bytes, without running anything."""
+"""List a function's residuals and their bytes, without running anything."""
 
 import dataclasses
 import math
@@ -35,8 +35,8 @@ def residuals(
       *args: its arguments: arrays or `jax.ShapeDtypeStruct`, NNX modules, and anything
         else that it takes.
       **kwargs: the same by keyword.
-      argnums: arguments to differentiate, as for `jax.grad`; of NNX modules these are
-        the parameters. None: all float arrays, also those closed over.
+      argnums: arguments to differentiate, as for `jax.grad`; an NNX module stands for
+        its parameters. None: all float arrays, also those closed over.
       policy: compress `fn` itself with this policy first.
 
     Returns:
@@ -68,8 +68,8 @@ class _Marks:
     """The marked residuals in a program: as facts, bit n is about number n.
 
     Attributes:
-      numbers: by the identities of the marking equation and of those around it.
-      marked: the equation of each, and the copies that scans around it stack.
+      numbers: from the identities of a marking equation and those around it.
+      marked: each marking equation, and the copies that scans around it stack.
     """
 
     numbers: dict[tuple[int, ...], int] = dataclasses.field(default_factory=dict)
@@ -94,7 +94,7 @@ def _tabulate(forward: Forward, paths: Sequence[str]) -> ResidualTable:
     facts = flow(jaxpr, [0] * len(jaxpr.invars), marks.transfer)
     inputs = {*jaxpr.invars, *jaxpr.constvars}
     outside: list[ResidualRow] = []
-    stored: dict[int, int] = {}  # bytes, by the number of the mark
+    stored: dict[int, int] = {}  # from mark numbers to bytes
     referenced = 0
     for v in dict.fromkeys(variables_in(forward.residuals)):
         size = v.aval.size * v.aval.dtype.itemsize

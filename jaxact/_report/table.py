@@ -66,15 +66,15 @@ _COLUMNS: list[Column[ResidualRow]] = [
 
 @dataclasses.dataclass(frozen=True)
 class ResidualTable(Tabular):
-    """The residuals of a function: `print` it, or show it in a notebook.
+    """A function's residuals: `print` it, or show it in a notebook.
 
     It has a line for each. For a large model `by_path(depth=2)` is easier to read.
 
     Attributes:
       rows: one for each stored array that the function computes.
       referenced_bytes: bytes of arguments and constants that the backward pass reads in
-        place, such as parameters; they exist anyway and are no part of the sums.
-      unused_rules: rules that matched nothing, of all policies in the function.
+        place, such as parameters; they exist anyway and are not in the sums.
+      unused_rules: rules that matched nothing, from all policies in the function.
     """
 
     rows: tuple[ResidualRow, ...]
@@ -83,12 +83,12 @@ class ResidualTable(Tabular):
 
     @property
     def exact_bytes(self) -> int:
-        """Bytes of the residuals before they are stored."""
+        """Bytes before the residuals are stored."""
         return sum(row.exact_bytes for row in self.rows)
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of the residuals after."""
+        """Bytes after."""
         return sum(row.stored_bytes for row in self.rows)
 
     @property
