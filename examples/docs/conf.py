@@ -16,7 +16,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
 import jaxact  # noqa: E402  # from this checkout
 
-# Sphinx reads what lies beside this file: the notebooks are copied there.
+# Sphinx reads files beside this one: the notebooks are copied there.
 shutil.rmtree(DOCS / "notebooks", ignore_errors=True)
 (DOCS / "notebooks").mkdir()
 for notebook in DOCS.parent.glob("notebooks/*.ipynb"):
@@ -30,7 +30,7 @@ html_title = f"jaxact {release}"
 
 nb_execution_mode = "off"  # notebooks are committed with their outputs
 myst_heading_anchors = 3
-suppress_warnings = ["myst.xref_missing"]  # a README's links to what is no page here
+suppress_warnings = ["myst.xref_missing"]  # a README's links to files without a page
 
 default_role = "py:obj"  # `names` link to their entry, and are code without one
 add_module_names = False
