@@ -4,7 +4,7 @@
   python examples/quickstart.py --data cifar10.npz  your images; see examples/data.py
 
 Both networks start from the same parameters and see the same batches in the same
-order. The table at the end compares accuracy, residuals, compiled memory, and step time.
+order. The table at the end compares accuracy, residuals, compiled memory, step time.
 """
 
 import argparse
