@@ -1,4 +1,4 @@
-"""ActNN's ablation: what each of its ideas does to the gradient, at 2 bits.
+"""ActNN's ablation: the effect of each idea on the gradient, at 2 bits.
 
 After Chen et al. 2021 (arXiv:2104.14129), section 5.1: the variance that rounding adds
 to the gradient of a trained residual network, with one range per tensor, with groups of
@@ -66,7 +66,7 @@ def policies(measured: Any) -> dict[str, jaxact.Policy]:
 
 
 def ablation(task: ImageTask, effort: Effort) -> list[dict[str, Any]]:
-    """One row for each policy: the rounding variance, and what it is relative to.
+    """One row for each policy: the rounding variance, and its reference.
 
     The network is trained uncompressed. `variance` is the mean over batches of 32
     images, `spread` its standard error; `variance_ratio` is relative to the variance

@@ -7,7 +7,7 @@ from jaxact._bits.cost import Sensitivity, relative_text
 from jaxact._bits.widths import EXACT, action_of
 from jaxact._codec import Action
 from jaxact._policy import Policy, Rule
-from jaxact._tabular import Tabular
+from jaxact._tabular import Column, Tabular
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,12 +102,18 @@ class Allocation(Tabular):
             f"{self.error:.3g} to a squared gradient of {self.measured.signal:.3g}"
         )
 
-    def _cells(self) -> list[tuple[str, ...]]:
+    def _table(self) -> tuple[list[Column[Cost]], tuple[Cost, ...]]:
         chosen, signal = dict(self.bits), self.measured.signal
-        table = [("key", "elements", "bits", "error", "relative")]
-        for row in self.measured.rows:
-            bits = chosen[row.key]
-            error = row.error(bits)
-            cells = row.key, f"{row.size:,}", str(bits), f"{error:.3g}"
-            table.append((*cells, relative_text(error, signal)))
-        return table
+        error = lambda row: row.error(chosen[row.key])
+        columns: list[Column[Cost]] = [
+            Column("key", lambda row: row.key),
+            Column("elements", lambda row: f"{row.size:,}", is_number=True),
+            Column("bits", lambda row: str(chosen[row.key]), is_number=True),
+            Column("error", lambda row: f"{error(row):.3g}", is_number=True),
+            Column(
+                "relative",
+                lambda row: relative_text(error(row), signal),
+                is_number=True,
+            ),
+        ]
+        return columns, self.measured.rows

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from jaxact._tabular import Tabular
+from jaxact._tabular import Column, Tabular
 
 # Rounding normal values to b bits, in groups of 256 with range R, adds this multiple of
 # S(b) to their variance 1: the mean of R^2 / 6.
@@ -73,16 +73,6 @@ class Cost:
         if not math.isfinite(self.variance):
             return math.inf
         return self.variance * levels_variance(bits)
-
-    def cells(self) -> tuple[str, ...]:
-        """The row as text: key, elements, bits, error, error relative to the signal."""
-        if not math.isfinite(self.variance):
-            at, error, relative = "exact", str(self.variance), "must stay exact"
-        else:
-            at = "-" if self.bits is None else str(self.bits)
-            value = self.error(self.bits or 1)
-            error, relative = f"{value:.3g}", relative_text(value, self.signal)
-        return self.key, f"{self.size:,}", at, error, relative
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,12 +185,38 @@ class Sensitivity(Tabular):
             return ""
         return f"not measured: {', '.join(self.unmeasured)}"
 
-    def _cells(self) -> list[tuple[str, ...]]:
-        """Error and relative error are at a row's bits; '-', a formula: at one bit."""
-        titles = ("key", "elements", "bits", "error", "relative")
-        return [titles, *(row.cells() for row in self.rows)]
+    def _table(self) -> tuple[list[Column[Cost]], tuple[Cost, ...]]:
+        """Errors are at a row's bits; '-', a formula: at one bit."""
+        return _COLUMNS, self.rows
 
 
 def relative_text(error: float, signal: float) -> str:
     """An error as a fraction of a signal; '-' without a signal."""
     return f"{error / signal:.3g}" if signal > 0 else "-"
+
+
+def _bits_text(row: Cost) -> str:
+    if not math.isfinite(row.variance):
+        return "exact"
+    return "-" if row.bits is None else str(row.bits)
+
+
+def _error_text(row: Cost) -> str:
+    if not math.isfinite(row.variance):
+        return str(row.variance)
+    return f"{row.error(row.bits or 1):.3g}"
+
+
+def _relative_text(row: Cost) -> str:
+    if not math.isfinite(row.variance):
+        return "must stay exact"
+    return relative_text(row.error(row.bits or 1), row.signal)
+
+
+_COLUMNS: list[Column[Cost]] = [
+    Column("key", lambda row: row.key),
+    Column("elements", lambda row: f"{row.size:,}", is_number=True),
+    Column("bits", _bits_text, is_number=True),
+    Column("error", _error_text, is_number=True),
+    Column("relative", _relative_text, is_number=True),
+]
