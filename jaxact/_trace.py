@@ -130,7 +130,7 @@ def trace(
         result["static"] = [None if is_array(x) else (x,) for x in out]
         return [x for x in out if is_array(x)]
 
-    arrays = [leaves[i] for i in dynamic]
+    arrays: list[Any] = [leaves[i] for i in dynamic]
     closed = jax.make_jaxpr(on_arrays)(*arrays)
     jaxpr, consts = open_jaxpr(closed)
     flat = Flat(
@@ -145,7 +145,8 @@ def trace(
         out = [next(arrays) if s is None else s[0] for s in result["static"]]
         return jax.tree.unflatten(result["tree"], out)
 
-    return flat, [*consts, *arrays], rebuild
+    inputs: list[Any] = [*consts, *arrays]
+    return flat, inputs, rebuild
 
 
 def _label(

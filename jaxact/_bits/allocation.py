@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 
-from jaxact._bits.cost import Sensitivity, relative_text
+from jaxact._bits.cost import Cost, Sensitivity, relative_text
 from jaxact._bits.widths import EXACT, action_of
 from jaxact._codec import Action
 from jaxact._policy import Policy, Rule
