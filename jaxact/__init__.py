@@ -16,6 +16,7 @@ from jaxact._codec import (
     Bias as Bias,
     Bitmask as Bitmask,
     Cast as Cast,
+    Codec as Codec,
     DualPrecision as DualPrecision,
     Exact as Exact,
     Offload as Offload,

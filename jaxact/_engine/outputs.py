@@ -10,17 +10,17 @@ from jaxact._jaxpr.compat import HAS_GENERIC_BATCHING
 from jaxact._jaxpr.flow import fact_of, flow, union
 from jaxact._jaxpr.read import is_float
 from jaxact._jaxpr.rewrite import prune
-from jaxact._plan.plan import Plan
+from jaxact._plan.storage import StoragePlan
 from jaxact._trace import Flat, Kind
 
 
 def when_all(
-    parts: int, report: Callable[[Sequence[Plan]], None]
-) -> Callable[[Sequence[Plan]], None]:
+    parts: int, report: Callable[[Sequence[StoragePlan]], None]
+) -> Callable[[Sequence[StoragePlan]], None]:
     """Report the plans of all parts of a call together, once."""
-    heard: list[Sequence[Plan]] = []
+    heard: list[Sequence[StoragePlan]] = []
 
-    def collect(plans: Sequence[Plan]) -> None:
+    def collect(plans: Sequence[StoragePlan]) -> None:
         heard.append(plans)
         if len(heard) == parts:
             report([plan for plans in heard for plan in plans])

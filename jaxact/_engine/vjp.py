@@ -22,20 +22,19 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from jaxact._checkpoint_policies import PACKED_NAME, SaveEither, save_packed
-from jaxact._codec import Bias
 from jaxact._decision import Decision
 from jaxact._engine.outputs import independent_outputs, select_outputs, when_all
 from jaxact._engine.scan import CompressBody, contains_scan, push_into_scans
-from jaxact._form import plan_form, rewrite
+from jaxact._form import plan_bases, rewrite
 from jaxact._jaxpr.compat import VJP_OPTIONS, reduced_like
 from jaxact._jaxpr.evaluate import value_of
 from jaxact._jaxpr.opaque import opaque
 from jaxact._jaxpr.primitives import FUSED
 from jaxact._jaxpr.read import is_float
-from jaxact._plan.each import plan_each
+from jaxact._plan.each import plan_each_residual
 from jaxact._plan.forward import Forward, trace_forward
 from jaxact._plan.mark import CompressedCall, mark, mark_call
-from jaxact._plan.plan import Plan
+from jaxact._plan.storage import StoragePlan
 from jaxact._policy import Policy
 from jaxact._residual import join_paths
 from jaxact._trace import Flat, Static, is_inexact
@@ -53,7 +52,7 @@ class Engine:
 
     policy: Policy
     prefix: str
-    report: Callable[[Sequence[Plan]], None]
+    report: Callable[[Sequence[StoragePlan]], None]
 
     def __call__(self, flat: Flat, seed: Any, values: Sequence[Any]) -> list[Any]:
         """Evaluate `flat(*values)`, keeping compressed residuals for its derivative."""
@@ -68,11 +67,13 @@ class Engine:
 
 def _compressed(engine: Engine, flat: Flat) -> Callable[..., list[Any]]:
     """`flat` with a custom derivative rule: (seed, *values) -> outputs."""
-    plans: dict[tuple[bool, ...], Plan] = {}
+    plans: dict[tuple[bool, ...], StoragePlan] = {}
 
-    def planned(active: tuple[bool, ...], seed: Any, values: Sequence[Any]) -> Plan:
+    def planned(
+        active: tuple[bool, ...], seed: Any, values: Sequence[Any]
+    ) -> StoragePlan:
         if active not in plans:
-            inside: list[Plan] = []
+            inside: list[StoragePlan] = []
 
             def compress_body(body: Flat, seed: Any, values: Any, scope: str) -> Any:
                 prefix = join_paths(engine.prefix, scope)
@@ -134,22 +135,27 @@ def differentiable(
     return lambda seed, *values: run(seed, *widen(values))
 
 
-def plan_for(forward: Forward, flat: Flat, policy: Policy, prefix: str) -> Plan:
+def plan_for(forward: Forward, flat: Flat, policy: Policy, prefix: str) -> StoragePlan:
     """What becomes of the residuals of a call."""
-    make_plan = plan_form if policy.chooses_form else plan_each
+    make_plan = plan_bases if policy.chooses_form else plan_each_residual
     return make_plan(forward, flat, policy, prefix)
 
 
 def _encode(decision: Decision, x: jax.Array, seed: Any, is_fused: bool) -> Any:
-    return decision.action.encode(x, seed, is_fused)
+    codec = decision.codec
+    return (codec.encode_fused if is_fused else codec.encode)(x, seed)
 
 
 def _decode(decision: Decision, stored: Any, shape: Any, dtype: Any) -> jax.Array:
-    return decision.action.decode(stored, shape, dtype)
+    return decision.codec.decode(stored, shape, dtype)
 
 
 def forward_pass(
-    plan: Plan, prefix: str, seed: Any, values: Sequence[Any], encode: Any = _encode
+    plan: StoragePlan,
+    prefix: str,
+    seed: Any,
+    values: Sequence[Any],
+    encode: Any = _encode,
 ) -> tuple[list[Any], list[Any], list[Any]]:
     """Outputs, packed residuals, and what is kept as it is."""
     forward, inputs = plan.forward, [seed, *values]
@@ -169,7 +175,7 @@ def forward_pass(
         salted = jnp.asarray(seed, jnp.uint32) ^ np.uint32(salt)
         is_fused = v in plan.normalized or decision.residual.primitive in FUSED
         store = functools.partial(encode, decision, is_fused=is_fused)
-        if decision.bias is Bias.EXACT and is_float(v):  # may be differentiated again
+        if decision.codec.is_differentiable and is_float(v):
             stored[v] = store(x, salted)
         else:
             stored[v] = opaque(store, x, salted)
@@ -178,8 +184,8 @@ def forward_pass(
     if packed:
         out, packed = lax.optimization_barrier((out, packed))
     # Behind the barrier: XLA's host offloading does not look through one.
-    actions = [plan.decisions[v].action for v in plan.packed]
-    packed = [a.keep(x) for a, x in zip(actions, packed, strict=True)]
+    codecs = [plan.decisions[v].codec for v in plan.packed]
+    packed = [c.keep(x) for c, x in zip(codecs, packed, strict=True)]
     # Named behind the barrier: a checkpoint that saves them need not redo the call.
     exact, packed = jax.tree.map(
         lambda a: checkpoint_name(a, PACKED_NAME), (exact, packed)
@@ -188,7 +194,7 @@ def forward_pass(
 
 
 def backward_pass(
-    plan: Plan,
+    plan: StoragePlan,
     packed: Sequence[Any],
     kept: Sequence[Any],
     cotangents: Sequence[Any],
@@ -204,15 +210,18 @@ def backward_pass(
 
 
 def behind_barrier(
-    plan: Plan, packed: Sequence[Any], kept: Sequence[Any], cotangents: Sequence[Any]
+    plan: StoragePlan,
+    packed: Sequence[Any],
+    kept: Sequence[Any],
+    cotangents: Sequence[Any],
 ) -> tuple[Sequence[Any], list[Any], Callable[..., list[Any]]]:
     """Packed residuals and cotangents behind a barrier, and the backward program.
 
     That is (what was decoded for each of `plan.packed`, cotangents) -> gradients.
     """
     env = dict(zip([*plan.exact, *plan.kept], kept, strict=True))
-    actions = [plan.decisions[v].action for v in plan.packed]
-    packed = [a.fetch(x) for a, x in zip(actions, packed, strict=True)]
+    codecs = [plan.decisions[v].codec for v in plan.packed]
+    packed = [c.fetch(x) for c, x in zip(codecs, packed, strict=True)]
     # What is recomputed starts behind the barrier, or XLA would keep it from forward.
     read_again = {v for step in plan.replay for v in step.inputs}
     sources = {v: x for v, x in env.items() if v in read_again}
@@ -239,7 +248,9 @@ def behind_barrier(
     return packed, cotangents, run
 
 
-def decoded(plan: Plan, packed: Sequence[Any], decode: Any = _decode) -> list[Any]:
+def decoded(
+    plan: StoragePlan, packed: Sequence[Any], decode: Any = _decode
+) -> list[Any]:
     """What the actions decode."""
     found = []
     for v, stored in zip(plan.packed, packed, strict=True):
@@ -249,7 +260,9 @@ def decoded(plan: Plan, packed: Sequence[Any], decode: Any = _decode) -> list[An
     return found
 
 
-def _undone(plan: Plan, decoded: Sequence[Any], env: dict[Any, Any]) -> dict[Any, Any]:
+def _undone(
+    plan: StoragePlan, decoded: Sequence[Any], env: dict[Any, Any]
+) -> dict[Any, Any]:
     """The residuals that were stored, some through a normalization."""
     found = {}
     for v, x in zip(plan.packed, decoded, strict=True):

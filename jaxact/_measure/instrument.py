@@ -29,7 +29,7 @@ from jaxact._jaxpr.rewrite import new_variable, with_inputs
 from jaxact._measure.replace_calls import evaluate
 from jaxact._plan.forward import trace_forward
 from jaxact._plan.mark import CompressedCall
-from jaxact._plan.plan import Plan
+from jaxact._plan.storage import StoragePlan
 from jaxact._residual import join_paths
 from jaxact._trace import Flat, Kind, Static, is_inexact
 
@@ -74,9 +74,9 @@ def instrumented_call(
 ) -> Callable[..., list[Any]]:
     """(draw, *values) -> outputs: the call, measured when it is differentiated."""
     flat = call.flat
-    plans: dict[Any, Plan] = {}
+    plans: dict[Any, StoragePlan] = {}
 
-    def planned(active: tuple[bool, ...], draw: Draw, values: Sequence[Any]) -> Plan:
+    def planned(active: tuple[bool, ...], draw: Draw, values: Any) -> StoragePlan:
         if active not in plans:
             names = list(draw.probe)
 
@@ -113,7 +113,8 @@ def instrumented_call(
         def encode(decision: Decision, x: Any, seed: Any, is_fused: bool) -> Any:
             setting = draw.probe.get(decision.residual.key)
             if setting is None:
-                return decision.action.encode(x, seed, is_fused)
+                codec = decision.codec
+                return (codec.encode_fused if is_fused else codec.encode)(x, seed)
             return instrument.encode(decision, x, seed, setting)
 
         inputs = [*values, *draw.probe.values()]
@@ -137,7 +138,7 @@ def instrumented_call(
 
 def _measured(
     instrument: Instrument,
-    plan: Plan,
+    plan: StoragePlan,
     probe: Probe,
     packed: Sequence[Any],
     cotangents: list[Any],
@@ -148,7 +149,7 @@ def _measured(
 
     def decode(decision: Decision, stored: Any, shape: Any, dtype: Any) -> jax.Array:
         if decision.residual.key not in probe:
-            return decision.action.decode(stored, shape, dtype)
+            return decision.codec.decode(stored, shape, dtype)
         return instrument.decode(decision, stored, shape, dtype)
 
     full = decoded(plan, packed, decode)

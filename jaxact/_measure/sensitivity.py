@@ -30,8 +30,8 @@ class Switch(Instrument):
     def encode(
         self, decision: Decision, x: jax.Array, seed: jax.Array, setting: jax.Array
     ) -> Any:
-        action = decision.action
-        rounded = action.decode(action.encode(x, seed), x.shape, x.dtype)
+        codec = decision.codec
+        rounded = codec.decode(codec.encode(x, seed), x.shape, x.dtype)
         return jnp.where(setting != 0, rounded, x)
 
     def decode(

@@ -34,15 +34,15 @@ class NoiseGauge(Instrument):
     def encode(
         self, decision: Decision, x: jax.Array, seed: jax.Array, setting: jax.Array
     ) -> Any:
-        stored = decision.action.encode(x, seed)
-        error = decision.action.decode(stored, x.shape, x.dtype) - x
+        stored = decision.codec.encode(x, seed)
+        error = decision.codec.decode(stored, x.shape, x.dtype) - x
         squares = jnp.square(error.astype(jnp.float32))
         return stored, jnp.mean(squares, axis=_pooled(x.shape), keepdims=True)
 
     def decode(
         self, decision: Decision, stored: Any, shape: tuple[int, ...], dtype: Any
     ) -> jax.Array:
-        return decision.action.decode(stored[0], shape, dtype)
+        return decision.codec.decode(stored[0], shape, dtype)
 
     def backward(
         self,

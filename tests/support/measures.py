@@ -1,6 +1,6 @@
 """How the source reads, in numbers: sizes, types, words, and the way of a residual.
 
-  python tests/support/measures.py [FOLDER ...]     # default: jaxact kernels/jaxact_kernels
+  python tests/support/measures.py [FOLDER ...]
 
 The walk needs JAX; the rest is read from the text of the files.
 """
