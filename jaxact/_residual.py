@@ -23,15 +23,15 @@ class Residual:
     """One array that the backward pass needs.
 
     Attributes:
-      shape, dtype: of the array as the program computes it.
+      shape, dtype: as the program computes the array.
       origin: 'computed', 'argument', 'constant' or 'literal'.
       primitive: the JAX primitive that computed it; '' unless computed.
       name: its `jax.ad_checkpoint.checkpoint_name`, or ''.
       path: module path and named scopes, as 'Net/block0/up'; for an argument, the
         call's path and the argument's place in it.
       source: 'file.py:line (function)' where it was computed.
-      stacked: number of copies that enclosing scans keep.
-      aliases: names of values that are derived from it in the backward pass.
+      stacked: how many copies enclosing scans keep.
+      aliases: names of values that the backward pass derives from it.
       number: how many equations with its primitive and path come before its own.
       is_normalized: whether it is stored through a normalization over channels, such
         as BatchNorm's.
@@ -55,8 +55,8 @@ class Residual:
         """Identity, whatever the policy; 'Net/block0/mlp_up' or 'Net/dot_general#1'.
 
         The path and the `checkpoint_name`; without a name, the primitive and, from the
-        second one under that path on, its number. Calls with the same path, such as the
-        steps of a scan, share their keys.
+        second one under that path on, its number. Calls with the same path, such as a
+        scan's steps, share their keys.
         """
         number = f"#{self.number}" if self.number and not self.name else ""
         return join_paths(self.path, self.name or self.primitive) + number
@@ -68,7 +68,7 @@ class Residual:
 
     @property
     def exact_bytes(self) -> int:
-        """Bytes of the array as it is, over all copies."""
+        """Bytes as it is, over all copies."""
         return self.size * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -90,11 +90,11 @@ def join_paths(*paths: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Origin:
-    """The end of a walk back from a value.
+    """Where a walk back from a value ends.
 
     Attributes:
       kind: 'computed', 'argument', 'constant' or 'literal'.
-      position: of an argument among the inputs of the program.
+      position: an argument's, among the program's inputs.
     """
 
     kind: str
@@ -106,18 +106,18 @@ class _Origin:
     number: int = 0
 
     def named(self, names: Sequence[str]) -> "_Origin":
-        """The same, under the first of `names`, which are nearer to the value."""
+        """The same, under the first name, which is nearest to the value."""
         return dataclasses.replace(self, name=names[0]) if names else self
 
 
 @dataclasses.dataclass(frozen=True)
 class Provenance:
-    """Where the values of a traced program come from.
+    """Where the values in a traced program come from.
 
     Attributes:
       jaxpr: the program.
       argument_paths: paths for its inputs.
-      prefix: starts the paths of the values that it computes.
+      prefix: starts the path for each value that it computes.
     """
 
     jaxpr: Jaxpr
@@ -198,7 +198,7 @@ class Provenance:
         return _Origin("constant").named(names)
 
     def _origin_inside(self, eqn: Eqn, position: int, scope: str) -> _Origin | None:
-        """The origin, in the body of a call or scan, of one of its outputs."""
+        """An output's origin inside a call or scan."""
         body = call_body(eqn)
         if body is None and eqn.primitive.name == "scan":
             body = eqn.params["jaxpr"]

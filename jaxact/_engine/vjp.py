@@ -22,7 +22,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from jaxact._checkpoint_policies import PACKED_NAME, SaveEither, save_packed
-from jaxact._codec import Bias
 from jaxact._decision import Decision
 from jaxact._engine.outputs import independent_outputs, select_outputs, when_all
 from jaxact._engine.scan import CompressBody, contains_scan, push_into_scans
@@ -143,11 +142,12 @@ def plan_for(forward: Forward, flat: Flat, policy: Policy, prefix: str) -> Stora
 
 
 def _encode(decision: Decision, x: jax.Array, seed: Any, is_fused: bool) -> Any:
-    return decision.action.encode(x, seed, is_fused)
+    codec = decision.codec
+    return (codec.encode_fused if is_fused else codec.encode)(x, seed)
 
 
 def _decode(decision: Decision, stored: Any, shape: Any, dtype: Any) -> jax.Array:
-    return decision.action.decode(stored, shape, dtype)
+    return decision.codec.decode(stored, shape, dtype)
 
 
 def forward_pass(
@@ -175,7 +175,7 @@ def forward_pass(
         salted = jnp.asarray(seed, jnp.uint32) ^ np.uint32(salt)
         is_fused = v in plan.normalized or decision.residual.primitive in FUSED
         store = functools.partial(encode, decision, is_fused=is_fused)
-        if decision.bias is Bias.EXACT and is_float(v):  # may be differentiated again
+        if decision.codec.is_differentiable and is_float(v):
             stored[v] = store(x, salted)
         else:
             stored[v] = opaque(store, x, salted)
@@ -184,8 +184,8 @@ def forward_pass(
     if packed:
         out, packed = lax.optimization_barrier((out, packed))
     # Behind the barrier: XLA's host offloading does not look through one.
-    actions = [plan.decisions[v].action for v in plan.packed]
-    packed = [a.keep(x) for a, x in zip(actions, packed, strict=True)]
+    codecs = [plan.decisions[v].codec for v in plan.packed]
+    packed = [c.keep(x) for c, x in zip(codecs, packed, strict=True)]
     # Named behind the barrier: a checkpoint that saves them need not redo the call.
     exact, packed = jax.tree.map(
         lambda a: checkpoint_name(a, PACKED_NAME), (exact, packed)
@@ -220,8 +220,8 @@ def behind_barrier(
     That is (what was decoded for each of `plan.packed`, cotangents) -> gradients.
     """
     env = dict(zip([*plan.exact, *plan.kept], kept, strict=True))
-    actions = [plan.decisions[v].action for v in plan.packed]
-    packed = [a.fetch(x) for a, x in zip(actions, packed, strict=True)]
+    codecs = [plan.decisions[v].codec for v in plan.packed]
+    packed = [c.fetch(x) for c, x in zip(codecs, packed, strict=True)]
     # What is recomputed starts behind the barrier, or XLA would keep it from forward.
     read_again = {v for step in plan.replay for v in step.inputs}
     sources = {v: x for v, x in env.items() if v in read_again}

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 
-from jaxact._codec import Exact, Recompute
+from jaxact._codec import Exact
 from jaxact._decision import Reason
 from jaxact._plan.storage import StoragePlan
 from jaxact._policy import Policy
@@ -30,8 +30,7 @@ def warn_if_unused(policy: Policy, name: str, plans: Sequence[StoragePlan]) -> N
             )
     wanted = policy.rules or not isinstance(policy.default, Exact)
     smaller = any(
-        not isinstance(d.action, Exact | Recompute) or d.reason is Reason.STORED_INSIDE
-        for d in decisions
+        d.action.is_packed or d.reason is Reason.STORED_INSIDE for d in decisions
     )
     is_float = lambda d: jnp.issubdtype(d.residual.dtype, jnp.inexact)
     expected = (Reason.REFERENCED, Reason.OF_PARAMETERS)

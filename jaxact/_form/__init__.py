@@ -7,13 +7,13 @@ unbiased when each residual is rounded without bias and independently. Three pas
 the traced program, none of which looks at a function's name, keep that and store less:
 
 1. *Rewrite* (`rewriting.py`), before `jax.vjp`. Calls are inlined, equal equations
-   evaluated once. A cluster of elementwise equations becomes a cell (`cells.py`), which
+   evaluated once. Connected elementwise equations become a cell (`cells.py`), which
    keeps its local derivative in the fewest arrays (`derivative.py`): one for a GELU,
    one bit where the derivative has two values. A max-pool keeps the index in its window
-   (`pooling.py`). Operands and results of custom rules are tagged (`tags.py`).
+   (`pooling.py`). Custom rules' operands and results are tagged (`tags.py`).
 
-2. *Classify* (`affine_classes.py`), after it. Values are exact (parameters, statistics
-   of rows and channels, masks, integers) or affine, with exact coefficients, in a base.
+2. *Classify* (`affine_classes.py`), after it. Values are exact (parameters, row and
+   channel statistics, masks, integers) or affine, with exact coefficients, in a base.
    For LayerNorm and BatchNorm, xhat = (x - mean) * rstd is affine in x, and so is the
    next matmul's or, the ReLU's mask being exact, the next convolution's input: one
    array serves them all. Softmax is exp(scores - max) / sum, affine in its exponential.

@@ -1,10 +1,10 @@
 """Exact-affine classes: which values are known once another one is.
 
 A value is *exact* if the backward pass can have it to the last bit: parameters, row and
-channel statistics, masks, integers, and cheap functions of those. Any other value
-belongs to the class of its *base*: it is A * base + C with exact A and C, so a base
-that is rounded without bias gives every member without bias. A value that is no affine
-image of a single one is a base itself.
+channel statistics, masks, integers, and cheap functions from those. Any other value
+belongs to its *base*'s class: it is A * base + C with exact A and C, so a base
+that is rounded without bias gives every member without bias. A value that is not
+affine in a single one is a base itself.
 
 `max(x, c)` is affine in x given one exact bit per element: which side won.
 """
@@ -24,9 +24,9 @@ from jaxact._jaxpr.read import (
 from jaxact._jaxpr.types import Atom, Eqn, Jaxpr, Predicate, Var
 from jaxact._policy import SMALL_FRACTION
 
-# The result of a reduction is a statistic (a row's sum, maximum, deviation) where it is
+# A reduction's result is a statistic (a row's sum, maximum, deviation) where it is
 # at least this many times smaller than the largest residual: exact, it costs at most
-# 8 bits for each element of that; quantized, it ruins the gradient.
+# 8 bits for each element there; quantized, it ruins the gradient.
 STATISTIC_FRACTION = 4
 
 # Where max or min takes its first operand: the comparison, and the side it is true on.
@@ -39,17 +39,17 @@ _Comparisons = dict[Hashable, Var]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Classes:
-    """Bases of the values of a program.
+    """The bases in a program.
 
     Attributes:
-      base: of each inexact variable; exact ones have none.
-      cost: of each exact variable, the bytes that backward has to keep to have it.
+      base: for each inexact variable; exact ones have none.
+      cost: for each exact variable, the bytes that backward has to keep to have it.
       cheap: exact variables that cost less evaluated again than kept.
       parts: bases that are affine in another one, but smaller or only with a mask for
         each element: better stored themselves, unless that one is stored anyway.
       sides: for each max or min that is affine by an exact bit: the mask and whether
         it is true where the first operand wins.
-      names: for each base, the `checkpoint_name`s of the values that are affine in it.
+      names: for each base, the `checkpoint_name`s of values that are affine in it.
     """
 
     base: dict[Atom, Var] = dataclasses.field(default_factory=dict)
@@ -75,10 +75,10 @@ class Classes:
 def classify(
     jaxpr: Jaxpr, largest: int, is_activation: Predicate, inexact: set[Var]
 ) -> Classes:
-    """Find the class of every variable of `jaxpr`.
+    """Find every variable's class.
 
     Args:
-      largest: elements of the largest residual, which tells what a statistic is.
+      largest: elements in the largest residual; a statistic has many times fewer.
       is_activation: whether a variable is made from more than parameters.
       inexact: inputs that the backward pass can have only as they are stored.
     """
@@ -105,12 +105,12 @@ def classify(
 def _base(
     eqn: Eqn, v: Var, classes: Classes, comparisons: _Comparisons, largest: int
 ) -> Var | None:
-    """The base of an output; None where it is exact."""
+    """An output's base; None where it is exact."""
     name, size = eqn.primitive.name, v.aval.size
     # A ReLU's or dropout's mask, an embedding's indices.
     if not is_float(v) or _is_small(v, largest):
         return None
-    # The mean and deviation of a LayerNorm, the maximum and sum of a softmax.
+    # A LayerNorm's mean and deviation, a softmax's maximum and sum.
     if name in REDUCTIONS and size * STATISTIC_FRACTION <= largest:
         return None
     inexact = [i for i, x in enumerate(eqn.invars) if not classes.is_exact(x)]
@@ -118,7 +118,7 @@ def _base(
     # A cast weight, a norm's deviation broadcast along its rows.
     if not bases:
         return None
-    # The product of a GLU, the sum of a residual join.
+    # A GLU's product, a residual join's sum.
     if len(bases) > 1:
         return v
     base = next(iter(bases))
@@ -131,7 +131,7 @@ def _base(
         classes.sides[v] = side
     affine = not loses_precision(eqn) and (
         masked
-        or name in SUMS  # x - mean and the bias of a norm
+        or name in SUMS  # x - mean and a norm's bias
         or (name == "mul" and len(inexact) == 1)  # its inverse deviation, its gain
         or (name == "div" and inexact == [0])  # a softmax by its sum
         or (name in SELECTIONS and inexact == [0])  # a fused product's keys
@@ -139,8 +139,8 @@ def _base(
     # A matrix product, a convolution, exp(scores), a GELU, a cast to float8.
     if not affine:
         return v
-    # Stored themselves, ReLU and dropout need no mask, the parts of a fused product
-    # get groups of their own, and the rest of a row that is cut off is not stored.
+    # Stored themselves, ReLU and dropout need no mask, queries, keys and values get
+    # their own groups, and elements that a slice cuts off are not stored.
     smaller = name in SELECTIONS and size < eqn.invars[0].aval.size
     if masked or smaller or _needs_masks(eqn, size, classes):
         classes.parts[v] = base
@@ -157,13 +157,13 @@ def _needs_masks(eqn: Eqn, size: int, classes: Classes) -> bool:
 def _settle(
     eqn: Eqn, v: Var, classes: Classes, is_activation: Predicate, largest: int
 ) -> bool:
-    """Note the cost of an exact output; False if it is better stored as a base."""
+    """Note an exact output's cost; False if it is better stored as a base."""
     keep = v.aval.size / 8  # a mask takes a bit for each element
     if v.aval.dtype != bool:
         keep *= 8 * getattr(v.aval.dtype, "itemsize", 4)
     sources = set(variables_in(eqn.invars))
     exact = all(map(classes.is_exact, sources))
-    # Not kept: a cast weight, a broadcast mean, a row of an embedding.
+    # Not kept: a cast weight, a broadcast mean, an embedded row.
     is_cheap = exact and eqn.primitive.name in CHEAP and not eqn.effects
     cost = sum(classes.cost[x] for x in sources) if is_cheap else keep
     is_large = is_float(v) and not _is_small(v, largest)
@@ -184,7 +184,7 @@ def _is_small(v: Var, largest: int) -> bool:
 
 
 def _comparisons(jaxpr: Jaxpr) -> _Comparisons:
-    """Masks by name and operands of the comparison."""
+    """Masks by comparison: its name and operands."""
     return {
         (eqn.primitive.name, *map(literal_key, eqn.invars)): eqn.outvars[0]
         for eqn in jaxpr.eqns
@@ -193,15 +193,15 @@ def _comparisons(jaxpr: Jaxpr) -> _Comparisons:
 
 
 def _side(eqn: Eqn, masks: _Comparisons) -> tuple[Var, bool] | None:
-    """A mask that tells which operand of max or min won."""
+    """A mask that tells which operand won in max or min."""
     first, second = map(literal_key, eqn.invars)
-    # x > 0, which the derivative of `jax.nn.relu` keeps.
+    # x > 0, which `jax.nn.relu` keeps for its derivative.
     for name, on_first in _SIDES[eqn.primitive.name].items():
         if (name, first, second) in masks:
             return masks[name, first, second], on_first
         if (name, second, first) in masks:
             return masks[name, second, first], not on_first
-    # x == max(x, y), which the derivative of `jnp.maximum` keeps.
+    # x == max(x, y), which `jnp.maximum` keeps for its derivative.
     out = eqn.outvars[0]
     for x, on_first in ((first, True), (second, False)):
         for pair in ((x, out), (out, x)):

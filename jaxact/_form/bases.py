@@ -1,4 +1,4 @@
-"""Let a policy decide about the bases of a forward program."""
+"""Let a policy decide about the bases in a forward program."""
 
 import dataclasses
 from collections.abc import Collection, Sequence
@@ -35,7 +35,7 @@ Decisions = dict[Var, Decision]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Bases:
-    """The bases of a forward program, and those that need care.
+    """The bases in a forward program, and those that need care.
 
     Attributes:
       stored: bases to store, in order.
@@ -53,7 +53,7 @@ class _Bases:
 def plan_bases(
     forward: Forward, flat: Flat, policy: Policy, prefix: str
 ) -> StoragePlan:
-    """Decide what is stored for the residuals of `forward`."""
+    """Decide which values are stored so that backward has the residuals."""
     reading = read_forward(_flattened(forward), flat, policy, prefix)
     bases = _bases(reading)
     decisions = _decide_bases(bases)
@@ -87,7 +87,7 @@ def _flattened(forward: Forward) -> Forward:
 
 
 def _bases(reading: Reading) -> _Bases:
-    """Classify the values of a forward program."""
+    """Classify the values in a forward program."""
     jaxpr, producers = reading.forward.jaxpr, reading.producers
     referenced = _referenced(reading)
     inexact = {
@@ -157,7 +157,7 @@ def _decide_bases(bases: _Bases) -> Decisions:
         decisions[v] = decision = _decide_base(bases, v)
         if not isinstance(decision.action, Recompute):
             continue
-        reason = obstacle(producers.get(v))
+        reason = obstacle(bases.reading, v)
         if reason is None:
             known = {*todo, *decisions}
             todo += _nearest_sources(bases.chooser, producers[v], known)
@@ -194,7 +194,7 @@ def _decide_exact(bases: _Bases, v: Var) -> Decision:
 
 
 def _residual(bases: _Bases, v: Var) -> Residual:
-    """`v`, with the names of the values that are derived from it."""
+    """`v`, with the names of values that are derived from it."""
     residual = bases.reading.provenance.of(v)
     derived = bases.chooser.classes.names.get(v, [])
     names = [name for name in (residual.name, *derived) if name]

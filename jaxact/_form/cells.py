@@ -1,11 +1,11 @@
 """Group elementwise equations into cells, each differentiated as one function.
 
-A cell is an equation of a primitive of our own, which evaluates a cluster of the
-program and whose derivative is that of `derivative.py`: one array for a whole GELU
-where JAX keeps one or two for each step of it.
+A cell is one equation, with a primitive of our own, that evaluates a cluster of the
+program. Its derivative is that of `derivative.py`: one array for a whole GELU where JAX
+keeps one or two for each step.
 
-Every variable has a level, the number of other equations on its longest path. Connected
-elementwise equations of one level make a cluster; because levels never fall along a
+Every variable has a level, how many other equations its longest path has. Connected
+elementwise equations on one level make a cluster; because levels never fall along a
 path, no path leaves a cluster and comes back.
 """
 
@@ -34,7 +34,7 @@ from jaxact._jaxpr.read import (
 from jaxact._jaxpr.rewrite import Body, new_equation, with_outputs
 from jaxact._jaxpr.types import Array, Atom, Eqn, Jaxpr, Predicate, Tangent, Var
 
-Users = dict[Var, set[int]]  # numbers of the equations that read each variable
+Users = dict[Var, set[int]]  # numbers: the equations that read each variable
 
 cell_p = jex.Primitive("jaxact_cell")
 cell_p.multiple_results = True
@@ -70,7 +70,7 @@ def with_cells(jaxpr: Jaxpr, is_exact: Predicate, depends: Predicate) -> Jaxpr:
     grouped: set[int] = set()
     for members in _clusters(jaxpr, depends):
         cluster = _cluster([jaxpr.eqns[k] for k in members], members, users)
-        # Statistics of a norm, a cast weight: their derivatives are exact too.
+        # A norm's statistics, a cast weight: their derivatives are exact too.
         if all(map(is_exact, cluster.outs)):
             continue
         order, before, after = elimination_order(cluster, is_exact)
@@ -119,7 +119,7 @@ def _has_new_slope(eqn: Eqn, is_exact: Predicate) -> bool:
 
 
 def _clusters(jaxpr: Jaxpr, depends: Predicate) -> list[list[int]]:
-    """Connected elementwise equations of one level and shape, by number."""
+    """Connected elementwise equations with one level and shape, by number."""
     level = _levels(jaxpr, depends)
     made_by: dict[Var, int] = {}
     parent: dict[int, int] = {}
@@ -147,7 +147,7 @@ def _clusters(jaxpr: Jaxpr, depends: Predicate) -> list[list[int]]:
 
 
 def _joins(eqn: Eqn, depends: Predicate) -> bool:
-    """Whether an equation can be part of a cluster."""
+    """Whether an equation can be in a cluster."""
     return (
         is_elementwise(eqn)
         and eqn.outvars[0].aval.shape != ()
@@ -156,7 +156,7 @@ def _joins(eqn: Eqn, depends: Predicate) -> bool:
 
 
 def _levels(jaxpr: Jaxpr, depends: Predicate) -> dict[Var, int]:
-    """The level of each variable; elementwise results as late as their users allow.
+    """Each variable's level; elementwise results as late as their users allow.
 
     Late: in silu(x) * (x @ w), the SiLU joins the product that reads it.
     """
@@ -194,7 +194,7 @@ def _cluster(eqns: Sequence[Eqn], members: Sequence[int], users: Users) -> Clust
 
 @dataclass(frozen=True)
 class _Step:
-    """An equation, and the number of the one that it stands for."""
+    """An equation, and its number in the program."""
 
     number: int
     eqn: Eqn

@@ -4,7 +4,7 @@ A group of codes shares one range. Where channels lie inside a group, a channel 
 small deviation gets the step of the largest, and the channels' means widen the range
 further. The program's own mean and inverse deviation, which are exact, take both out
 before encoding and put them back after decoding; the map is affine, so nothing else
-changes. On a ResNet at 2 bits it halves the rounding's variance, in units of xhat.
+changes. On a ResNet at 2 bits it halves the variance of the rounding, in units of xhat.
 
 Statistics over rows need no such care: they are constant inside a group, and so an
 affine map that the code's own zero point and scale absorb.
@@ -34,7 +34,7 @@ class ChannelNorms:
     users: dict[Var, list[Eqn]]
 
     def normalizing(self, x: Var) -> Normalized | None:
-        """The program's own normalization of `x` over its last axis, if it has one."""
+        """The program's own normalization for `x` over its last axis, if it has one."""
         shape = x.aval.shape
         if len(shape) < 2 or shape[-1] < 2:
             return None
@@ -47,7 +47,7 @@ class ChannelNorms:
         return None
 
     def _results(self, x: Var, name: str) -> Iterator[tuple[Var, Var]]:
-        """Results of `name` on `x` and one value for each channel, and that value."""
+        """(result, vector) where `name` combines `x` with a vector over channels."""
         todo = [x]
         while todo:
             v = todo.pop()

@@ -2,9 +2,9 @@
 
 A residual that is exact costs little: it is kept, or evaluated again from parameters,
 masks and statistics. Any other one is derived from its base, and bases are stored, with
-three exceptions that need no array of their own: a concatenation of stored values
-(DenseNet), the sum of two of them (a residual join), and parts of a value that is
-stored whole (a fused query-key-value product).
+three exceptions that need no further array: concatenated stored values (DenseNet), the
+sum when both terms are stored (a residual join), and parts when the whole is stored (a
+fused query-key-value product).
 """
 
 import dataclasses
@@ -21,14 +21,14 @@ Roots = dict[Var, None]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Chooser:
-    """The classes of a program, and the equations that connect them."""
+    """A program's classes, and the equations that connect them."""
 
     jaxpr: Jaxpr
     classes: Classes
     producers: Producers
 
     def bases(self, variables: Iterable[Atom]) -> list[Var]:
-        """The bases of the inexact ones among `variables`."""
+        """The inexact variables' bases."""
         inexact = [v for v in variables if not self.classes.is_exact(v)]
         return list(dict.fromkeys(self.classes.base[v] for v in inexact))
 
@@ -45,7 +45,7 @@ class Chooser:
         """How to have `residuals` from `stored`.
 
         Returns:
-          The exact variables to keep, and ids of the equations to evaluate again.
+          The exact variables to keep, and the equations to evaluate again, by id.
         """
         stored, kept, replayed = set(stored), [], set()
         todo: list[Atom] = list(residuals)
@@ -70,13 +70,13 @@ class Chooser:
         return {v: k for k, e in enumerate(self.jaxpr.eqns) for v in e.outvars}
 
     def _position(self, v: Var) -> int:
-        """Of the equation that computes `v`; inputs come first."""
+        """The place where `v` is computed; inputs come first."""
         return self._positions.get(v, -1)
 
     def _whole_or_parts(self, roots: Roots) -> Roots:
-        """Store parts of a value apart only where that takes fewer elements.
+        """Store parts apart only where they have fewer elements than the whole.
 
-        Queries, keys and values get groups of their own; overlapping windows, which
+        Queries, keys and values get their own groups; overlapping windows, which
         together are larger than the value that they are cut from, do not.
         """
         parts: dict[Var, list[Var]] = {}
@@ -90,7 +90,7 @@ class Chooser:
         return roots
 
     def _without_parts(self, roots: Roots) -> Roots:
-        """Without the parts of another root: a ReLU's output where x is stored."""
+        """Without parts whose whole is a root: a ReLU's output where x is stored."""
         wholes = self.classes.parts
 
         def is_part(v: Var) -> bool:
@@ -108,7 +108,7 @@ class Chooser:
         return whole
 
     def _split_concatenations(self, roots: Roots) -> Roots:
-        """Store the operands of a concatenation, unless they are larger (DenseNet)."""
+        """Store a concatenation's operands, unless they are larger (DenseNet)."""
         for v in sorted(self.producers, key=self._position, reverse=True):
             bases = self._operands(v, roots, "concatenate") if v in roots else []
             added = [b for b in bases if b not in roots]
@@ -118,10 +118,10 @@ class Chooser:
         return dict.fromkeys(sorted(roots, key=self._position))
 
     def _sums_of_two(self, roots: Roots) -> set[Var]:
-        """Roots that are the sum of two stored values: x + f(x), a residual join.
+        """Roots that are a sum with both terms stored: x + f(x), a residual join.
 
-        Not the sum of a sum: the noise of a value would grow with depth, and the
-        backward pass would hold a chain of decoded values.
+        Not a sum that has a sum as a term: a value's noise would grow with depth, and
+        the backward pass would hold a whole chain, decoded.
         """
         joined: set[Var] = set()
         for v in roots:
@@ -131,7 +131,7 @@ class Chooser:
         return joined
 
     def _operands(self, v: Var, roots: Roots, *primitives: str) -> list[Var]:
-        """The bases of the operands, if one of `primitives` makes v."""
+        """The operands' bases, if one among `primitives` makes v."""
         eqn = self.producers.get(v)
         if eqn is None or eqn.primitive.name not in primitives:
             return []

@@ -38,7 +38,7 @@ class Cluster:
     Attributes:
       ins: variables from outside; outs: those that are used outside.
       eliminated: vertices to eliminate, in order.
-      names: `checkpoint_name`s of variables.
+      names: `checkpoint_name`s, by variable.
     """
 
     eqns: Sequence[Eqn]
@@ -60,13 +60,13 @@ def eliminate(edges: Edges, v: Var, times: Operation, plus: Operation) -> None:
             slopes[u] = plus(slopes[u], product) if u in slopes else product
 
 
-# The graph while it is planned. In place of a slope is the array that it is an exact
-# multiple of: a value of the program, a number for any other array, None for no array.
+# The graph while it is planned. A slope is an exact factor times an array, and only the
+# array counts: a value in the program, a number for any other array, None without one.
 
 
 @dataclass(frozen=True)
 class _Value:
-    """A slope that is a multiple of a variable of the program."""
+    """A slope that is a multiple of a variable in the program."""
 
     variable: Atom
 
@@ -84,7 +84,7 @@ def elimination_order(
     # From the outputs back: it leaves few paths side by side to add up.
     order, after = _eliminated(edges, [v for v in edges if v not in outs][::-1], fresh)
     # Leaving a vertex with several operands can be cheaper, where a slope stays a value
-    # of the program: a SiLU behind a norm's gain, the gates of a GRU.
+    # in the program: a SiLU behind a norm's gain, a GRU's gates.
     for v in [v for v in order if len(edges[v]) > 1]:
         fewer, cost = _eliminated(edges, [u for u in order if u is not v], fresh)
         if cost < after:
@@ -95,7 +95,7 @@ def elimination_order(
 def _eliminated(
     edges: Edges, vertices: Sequence[Var], fresh: Iterator[int]
 ) -> tuple[Sequence[Var], float]:
-    """Eliminate where the number of arrays does not grow; with the cost at the end."""
+    """Eliminate where no array is added; with the cost at the end."""
     products: dict[tuple[_Array, _Array], int] = {}
 
     def times(a: _Array, b: _Array) -> _Array:
@@ -121,7 +121,7 @@ def _arrays(edges: Edges) -> set[_Array]:
 
 
 def _cost(arrays: set[_Array]) -> float:
-    """A value of the program may be stored anyway, or be derived from one that is."""
+    """A value in the program may be stored anyway, or be derived from one that is."""
     return sum(1 if isinstance(a, _Value) else 1.5 for a in arrays)
 
 
@@ -159,18 +159,18 @@ def _planned_slope(
 
 
 def is_product(eqn: Eqn, is_exact: Predicate) -> bool:
-    """Whether each slope is a multiple, with an exact factor, of the other operand."""
+    """Whether each slope is the other operand times an exact factor."""
     name = eqn.primitive.name
     return name == "mul" or (name == "div" and is_exact(eqn.invars[1]))
 
 
-# The graph as it is evaluated, with the slopes of `slopes.py`.
+# The graph as it is evaluated, with slopes from `slopes.py`.
 
 
 def differentiate(
     cluster: Cluster, values: Sequence[Array], tangents: Sequence[Tangent]
 ) -> tuple[list[Array], list[Tangent]]:
-    """Outputs of a cluster, and their tangents, linear in the given ones."""
+    """A cluster's outputs, and their tangents, linear in the given ones."""
     env: Env = dict(zip(cluster.ins, values, strict=True))
     tangent: dict[Atom, Tangent] = {
         v: t

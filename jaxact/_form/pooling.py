@@ -1,7 +1,7 @@
 """Max-pooling whose derivative keeps one small integer for each window.
 
-JAX keeps the whole input of `reduce_window_max` to find the maximum again; rounded, it
-finds another one. Kept instead is the index of the maximum inside its window, which is
+JAX keeps `reduce_window_max`'s whole input to find the maximum again; rounded, it
+finds another one. Kept instead is the maximum's index inside its window, which is
 exact (the first one in row-major order, as in JAX).
 """
 
@@ -107,10 +107,10 @@ mlir.register_lowering(pick_p, mlir.lower_fun(_pick, multiple_results=False))
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Windows:
-    """The windows of one pool.
+    """The windows in one pool.
 
     Attributes:
-      shape, padding: of the array, for each axis.
+      shape, padding: the array's, for each axis.
       window, strides: for each axis.
       padded: the shape after padding.
       count: how many windows there are, for each axis.
@@ -155,7 +155,7 @@ class _Windows:
         return lax.pad(total, zero, inner)
 
     def _offsets(self) -> Iterator[tuple[int, Shape]]:
-        """Where the k-th elements of all windows begin."""
+        """Where the windows' k-th elements begin."""
         return enumerate(itertools.product(*map(range, self.window)))
 
     def _slice(self, padded: jax.Array, offset: Shape) -> jax.Array:
@@ -172,7 +172,7 @@ class _Windows:
 
 
 def _windows(params: Params, shape: Shape) -> _Windows:
-    """The windows of a `reduce_window_max` with `params` over an array of `shape`."""
+    """The windows of a `reduce_window_max` with `params` over `shape`."""
     padding = tuple(params["padding"])
     strides = tuple(params["window_strides"])
     window = tuple(params["window_dimensions"])

@@ -39,7 +39,7 @@ Slope: TypeAlias = int | jax.Array | Gated
 def slopes_of(
     eqn: Eqn, inputs: Sequence[Array], moving: Sequence[int]
 ) -> tuple[jax.Array, list[Slope]]:
-    """The output of an equation and its slopes in the moving inputs."""
+    """An equation's output and its slopes in the moving inputs."""
     name, dtype = eqn.primitive.name, eqn.outvars[0].aval.dtype
     out = bind(eqn, inputs)[0]
     if name == "mul":
@@ -57,7 +57,7 @@ def slopes_of(
 
 
 def _slope(eqn: Eqn, inputs: Sequence[Array], i: int) -> jax.Array:
-    """The slope of a nonlinear equation in its i-th input."""
+    """A nonlinear equation's slope in its i-th input."""
     dtypes = tuple(v.aval.dtype for v in eqn.invars)
     params = tuple(eqn.params.items())
     try:
@@ -82,9 +82,9 @@ def _scalar_slope(
     dtypes: tuple[Dtype, ...],
     i: int,
 ) -> Jaxpr | None:
-    """The slope of an elementwise primitive as a program of scalars.
+    """An elementwise primitive's slope as a program on scalars.
 
-    Evaluated on arrays it is what JAX would compute, without an array of ones. None
+    Evaluated on arrays, it does as JAX would, without an array filled with ones. None
     where it does more than arithmetic, which needs shapes.
     """
     if primitive.name not in SMOOTH:
@@ -173,6 +173,6 @@ def _array(slope: Gated) -> jax.Array:
 
 def _select(gate: jax.Array, value: jax.Array) -> jax.Array:
     gate, value = jnp.broadcast_arrays(gate, value)
-    # Zeros that JAX takes to depend on the data, and so does not move out of a scan.
+    # Zeros that JAX takes to depend on the data, and so leaves inside a scan.
     zeros = (gate & False).astype(value.dtype)
     return jnp.where(gate, value, zeros)

@@ -32,7 +32,7 @@ def open_jaxpr(closed: ClosedJaxpr) -> tuple[Jaxpr, Sequence[Array]]:
 def custom_vjp_body(eqn: Eqn) -> ClosedJaxpr | None:
     """The body of a call with a custom derivative rule; None for another equation.
 
-    0.12 has these calls as objects of one primitive, which hold the traced function.
+    0.12 has one primitive for these calls, with an object that holds the function.
     """
     if eqn.primitive.name == "call_hi_primitive":
         traced = getattr(eqn.params["_prim"], "traced", None)
@@ -88,7 +88,7 @@ def with_constants(
 def is_plain_jit(eqn: Eqn) -> bool:
     """Whether an equation is a `jit` without shardings, donation or options.
 
-    Where a jit says nothing about a sharding, it has an instance of a private class.
+    Where a jit says nothing about a sharding, its parameter has a private class.
     """
     if eqn.primitive.name not in ("jit", "pjit") or eqn.effects:
         return False

@@ -1,4 +1,4 @@
-"""Evaluate the equations of a traced program one by one."""
+"""Evaluate a traced program, equation by equation."""
 
 import contextlib
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from jaxact._jaxpr.types import Array, Atom, Env, Eqn
 
 
 def value_of(v: Atom, env: Env) -> Any:
-    """The value of a variable or literal."""
+    """A variable's or literal's value."""
     return v.val if is_literal(v) else env[v]
 
 
@@ -34,9 +34,9 @@ def traced_at(eqn: Eqn) -> contextlib.AbstractContextManager[None]:
 
 
 def varying_alike(values: Sequence[Array]) -> list[Any]:
-    """The values as operands of one primitive inside a `shard_map` that checks them.
+    """The values as operands for one primitive inside a `shard_map` that checks them.
 
-    Primitives, unlike the functions of `lax`, do not cast a constant themselves.
+    Primitives, unlike `lax` functions, do not cast a constant themselves.
     """
     axes = [set(jax.typeof(v).manual_axis_type.varying) for v in values]
     every = set().union(*axes)

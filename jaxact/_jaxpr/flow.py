@@ -13,7 +13,7 @@ from jaxact._jaxpr.read import call_body, is_literal
 from jaxact._jaxpr.types import Atom, ClosedJaxpr, Eqn, Jaxpr, Var
 
 Facts: TypeAlias = dict[Var, int]
-# (equation, facts of its inputs, equations around it) -> facts of its outputs
+# (equation, facts about its inputs, equations around it) -> about its outputs
 Transfer: TypeAlias = Callable[[Eqn, Sequence[int], tuple[Eqn, ...]], int]
 
 

@@ -44,7 +44,7 @@ def literal_key(v: Atom) -> Hashable:
 
 
 def call_body(eqn: Eqn) -> ClosedJaxpr | None:
-    """The body of a call equation, if its inputs and outputs map one to one."""
+    """A call equation's body, if its inputs and outputs map one to one."""
     key = CALL_BODIES.get(eqn.primitive.name)
     closed = None if key is None else eqn.params.get(key)
     if closed is None:
@@ -69,7 +69,7 @@ def names_inside(eqn: Eqn) -> frozenset[str]:
 
 
 def is_elementwise(eqn: Eqn) -> bool:
-    """Whether each element of the one output depends on its own elements alone."""
+    """Whether each element in the one output depends on its own elements alone."""
     if len(eqn.outvars) != 1 or eqn.effects:
         return False
     name = eqn.primitive.name

@@ -27,7 +27,7 @@ from jaxact._jaxpr.types import (
 
 @dataclass(frozen=True)
 class Body:
-    """The program of a call, and the name of its function."""
+    """A call's program, and its function's name."""
 
     inputs: Sequence[Var]
     eqns: Sequence[Eqn]
@@ -37,14 +37,14 @@ class Body:
 
 
 def jit_body(eqn: Eqn) -> Body | None:
-    """The body of a `jit` that asks for nothing but to be called."""
+    """The body, if this is a `jit` that asks for nothing but to be called."""
     if not is_plain_jit(eqn):
         return None
     return _body(eqn.params["jaxpr"], eqn.params["name"])
 
 
 def inlinable_body(eqn: Eqn) -> Body | None:
-    """The body of a plain `jit`, or of a custom rule that was not used."""
+    """The body, if this is a plain `jit` or a custom rule that was not used."""
     if eqn.primitive.name == "custom_jvp_call" and not eqn.effects:
         return _body(eqn.params["call_jaxpr"], "")
     return jit_body(eqn)
@@ -61,8 +61,8 @@ class _Flattening:
     """The program that grows while calls are inlined.
 
     Attributes:
-      constants: (variable, value) for the constants of inlined calls.
-      results: the outputs of each distinct equation so far.
+      constants: (variable, value) for each constant in an inlined call.
+      results: outputs, for each distinct equation so far.
     """
 
     body_of: Callable[[Eqn], Body | None]
@@ -121,10 +121,10 @@ def flatten(
     """`jaxpr` with calls inlined and each distinct equation evaluated once.
 
     Args:
-      body_of: the body of an equation that is to be inlined, None for any other.
+      body_of: gives an equation's body if it is to be inlined, else None.
 
     Returns:
-      The program, and the values of its additional constants, which are its last ones.
+      The program, and values for its additional constants, which are its last ones.
     """
     work = _Flattening(body_of)
     names: Renaming = {}
@@ -136,7 +136,7 @@ def flatten(
 
 
 def rename(v: Atom, names: Renaming) -> Atom:
-    """The name of `v`, if it has one there."""
+    """The variable's name, if it has one there."""
     return v if is_literal(v) else names.get(v, v)
 
 

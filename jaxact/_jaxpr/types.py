@@ -13,13 +13,13 @@ from jax import core
 from jax.extend import core as jex, source_info_util
 
 Primitive: TypeAlias = jex.Primitive
-# A value while a program is evaluated: an array or a tracer of one.
+# A value while a program is evaluated: an array, or its tracer.
 Array: TypeAlias = jax.Array | np.ndarray | np.generic
 Aval: TypeAlias = core.ShapedArray
 Shape: TypeAlias = tuple[int, ...]
 Dtype: TypeAlias = np.dtype
-# For each operand of a batched primitive, its mapped axis; None or a private object
-# where it has none.
+# A batched primitive's mapped axis for each operand; None or a private object where it
+# has none.
 Axes: TypeAlias = Sequence[Any]
 # Tangents and cotangents: arrays, or JAX's `ad.Zero`.
 Tangent: TypeAlias = Any
@@ -72,13 +72,13 @@ class Jaxpr(Protocol):
     def replace(self, **changes: Any) -> "Jaxpr": ...
 
 
-# A jaxpr with the values of its constants; from 0.12 on the same class as `Jaxpr`.
+# A jaxpr with its constants' values; from 0.12 on the same class as `Jaxpr`.
 ClosedJaxpr: TypeAlias = Any
-# Values of variables.
+# A value for each variable.
 Env: TypeAlias = dict[Var, Any]
-# Other variables, or literals, to read in place of variables.
+# Other variables, or literals, to read instead.
 Renaming: TypeAlias = dict[Var, Atom]
 # The equation that computes each variable.
 Producers: TypeAlias = dict[Var, Eqn]
-# Whether something holds of a variable.
+# Whether something is true about a variable.
 Predicate: TypeAlias = Callable[[Atom], bool]

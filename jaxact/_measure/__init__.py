@@ -7,4 +7,8 @@ instrument between residuals and their actions (`instrument.py`).
 """
 
 from jaxact._measure.sensitivity import sensitivity as sensitivity
-from jaxact._measure.telemetry import telemetry as telemetry
+from jaxact._measure.telemetry import (
+    NoiseReport as NoiseReport,
+    Telemetry as Telemetry,
+    telemetry as telemetry,
+)

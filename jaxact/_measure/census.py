@@ -7,14 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxact._bits.cost import Cost, levels_variance
-from jaxact._codec import (
-    Action,
-    Cast,
-    DualPrecision,
-    PerSample,
-    Quantize,
-    codec_of,
-)
+from jaxact._codec import Action
 from jaxact._jaxpr.compat import open_jaxpr
 from jaxact._jaxpr.rewrite import without_unused
 from jaxact._plan.forward import active_of, with_active
@@ -84,8 +77,7 @@ def _marks(jaxpr: Any, copies: int) -> Iterator[tuple[Any, int]]:
 
 
 def _bits(action: Action) -> int | None:
-    """Bits of an element; None for what does not round."""
-    codec = codec_of(action)
-    if isinstance(codec, Quantize | DualPrecision | PerSample):
-        return round(codec.bits)
-    return 8 * codec.dtype.itemsize if isinstance(codec, Cast) else None
+    """Bits of an element, to the nearest; None where nothing is measurably rounded."""
+    if action.is_lossless or action.bits is None or action.bits >= 32:
+        return None
+    return max(1, round(action.bits))

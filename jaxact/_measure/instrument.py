@@ -76,9 +76,7 @@ def instrumented_call(
     flat = call.flat
     plans: dict[Any, StoragePlan] = {}
 
-    def planned(
-        active: tuple[bool, ...], draw: Draw, values: Sequence[Any]
-    ) -> StoragePlan:
+    def planned(active: tuple[bool, ...], draw: Draw, values: Any) -> StoragePlan:
         if active not in plans:
             names = list(draw.probe)
 
@@ -115,7 +113,8 @@ def instrumented_call(
         def encode(decision: Decision, x: Any, seed: Any, is_fused: bool) -> Any:
             setting = draw.probe.get(decision.residual.key)
             if setting is None:
-                return decision.action.encode(x, seed, is_fused)
+                codec = decision.codec
+                return (codec.encode_fused if is_fused else codec.encode)(x, seed)
             return instrument.encode(decision, x, seed, setting)
 
         inputs = [*values, *draw.probe.values()]
@@ -150,7 +149,7 @@ def _measured(
 
     def decode(decision: Decision, stored: Any, shape: Any, dtype: Any) -> jax.Array:
         if decision.residual.key not in probe:
-            return decision.action.decode(stored, shape, dtype)
+            return decision.codec.decode(stored, shape, dtype)
         return instrument.decode(decision, stored, shape, dtype)
 
     full = decoded(plan, packed, decode)

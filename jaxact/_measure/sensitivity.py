@@ -14,10 +14,9 @@ from jaxact._compress import compress
 from jaxact._decision import Decision
 from jaxact._measure.census import census
 from jaxact._measure.instrument import Instrument, evaluate_instrumented
-from jaxact._modules.find import pure_call
+from jaxact._modules.pure import pure_call
 from jaxact._plan.forward import active_of, with_active
 from jaxact._policy import Policy
-from jaxact._report.residuals import differentiated, trace_pure
 from jaxact._trace import is_array
 
 
@@ -31,8 +30,8 @@ class Switch(Instrument):
     def encode(
         self, decision: Decision, x: jax.Array, seed: jax.Array, setting: jax.Array
     ) -> Any:
-        action = decision.action
-        rounded = action.decode(action.encode(x, seed), x.shape, x.dtype)
+        codec = decision.codec
+        rounded = codec.decode(codec.encode(x, seed), x.shape, x.dtype)
         return jnp.where(setting != 0, rounded, x)
 
     def decode(
@@ -98,8 +97,8 @@ def sensitivity(
     if policy is not None:
         loss_fn = compress(loss_fn, policy=policy)
     call = pure_call(loss_fn, args, kwargs)
-    flat, values, rebuild = trace_pure(call)
-    active = differentiated(call, values, argnums)
+    flat, values, rebuild = call.trace()
+    active = call.differentiated(values, argnums)
     found = census(flat, values, active)
     if not found:
         raise ValueError(

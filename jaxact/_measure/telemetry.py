@@ -15,8 +15,7 @@ from jaxact._jaxpr.compat import open_jaxpr
 from jaxact._measure.census import Rounded, census
 from jaxact._measure.instrument import Instrument, evaluate_instrumented
 from jaxact._measure.noise import evaluate_with_noise
-from jaxact._modules.find import pure_call
-from jaxact._report.residuals import trace_pure
+from jaxact._modules.pure import pure_call
 from jaxact._trace import is_inexact
 
 # The most that noise is said to be of a signal.
@@ -35,15 +34,15 @@ class NoiseGauge(Instrument):
     def encode(
         self, decision: Decision, x: jax.Array, seed: jax.Array, setting: jax.Array
     ) -> Any:
-        stored = decision.action.encode(x, seed)
-        error = decision.action.decode(stored, x.shape, x.dtype) - x
+        stored = decision.codec.encode(x, seed)
+        error = decision.codec.decode(stored, x.shape, x.dtype) - x
         squares = jnp.square(error.astype(jnp.float32))
         return stored, jnp.mean(squares, axis=_pooled(x.shape), keepdims=True)
 
     def decode(
         self, decision: Decision, stored: Any, shape: tuple[int, ...], dtype: Any
     ) -> jax.Array:
-        return decision.action.decode(stored[0], shape, dtype)
+        return decision.codec.decode(stored[0], shape, dtype)
 
     def backward(
         self,
@@ -165,14 +164,14 @@ class Telemetry:
 
     def probe(self, *args: Any, **kwargs: Any) -> NoiseReport:
         """Zeros for a call with these arguments (or `jax.ShapeDtypeStruct`)."""
-        flat, values, _ = trace_pure(pure_call(self.fn, args, kwargs))
+        flat, values, _ = pure_call(self.fn, args, kwargs).trace()
         found = census(flat, values, [is_inexact(v) for v in values])
         return NoiseReport({r.key: jnp.zeros(2, jnp.float32) for r in found}, found)
 
     def __call__(self, probe: NoiseReport, *args: Any, **kwargs: Any) -> Any:
         """`fn(*args, **kwargs)`; its derivative by `probe` is the noise."""
         call = pure_call(self.fn, args, kwargs)
-        flat, values, rebuild = trace_pure(call)
+        flat, values, rebuild = call.trace()
         out = evaluate_instrumented(NoiseGauge(), flat, values, probe.values)
         return call.write_back(rebuild(out))
 

@@ -1,8 +1,8 @@
-"""Store each residual of `jax.vjp` for itself.
+"""Store each residual of `jax.vjp` by itself.
 
 A `jax.checkpoint` policy asks for this, whose saved values are the residuals, and so
 does `default=Exact()`. Values that are not saved are recomputed from those that are, so
-the rounding of a stored residual biases the gradient where that is not linear.
+rounding a stored residual biases the gradient where that is not linear.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from jaxact._trace import Flat
 def plan_each_residual(
     forward: Forward, flat: Flat, policy: Policy, prefix: str
 ) -> StoragePlan:
-    """Decide for every residual of `forward`."""
+    """Decide for every residual in `forward`."""
     reading = read_forward(forward, flat, policy, prefix)
     decisions = _decide_all(reading)
     recomputed = [v for v, d in decisions.items() if isinstance(d.action, Recompute)]
@@ -99,15 +99,15 @@ def _sources(reading: Reading, v: Var, leaves: Collection[Var]) -> list[Var] | R
     """Nearest inputs and residuals to recompute `v` from, or why there are none."""
     todo, seen, sources = [v], {v}, []
     while todo:
-        eqn = reading.producers.get(todo.pop())
-        reason = obstacle(eqn)
-        if eqn is None or reason is not None:
-            return reason or Reason.ARGUMENT
-        for x in variables_in(eqn.invars):
-            if x not in seen:
-                seen.add(x)
-                is_source = x in leaves or x not in reading.producers
-                (sources if is_source else todo).append(x)
+        x = todo.pop()
+        reason = obstacle(reading, x)
+        if reason is not None:
+            return reason
+        for u in variables_in(reading.producers[x].invars):
+            if u not in seen:
+                seen.add(u)
+                is_source = u in leaves or u not in reading.producers
+                (sources if is_source else todo).append(u)
     return sources
 
 

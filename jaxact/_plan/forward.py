@@ -1,6 +1,6 @@
-"""The forward program of a call: its outputs and its residuals, in one jaxpr.
+"""A call's forward program: its outputs and its residuals, in one jaxpr.
 
-`trace_forward` traces `jax.vjp` of the call into one jaxpr whose outputs are the call's
+`trace_forward` traces `jax.vjp` into one jaxpr whose outputs are the call's
 outputs followed by the residuals, so where each residual comes from can be read.
 """
 
@@ -43,7 +43,7 @@ class Forward:
     Attributes:
       jaxpr, consts: inputs are the rounding seed and the call's values; outputs are the
         call's outputs, then the residuals.
-      num_outputs: of the call.
+      num_outputs: how many the call has.
       vjp_tree: rebuilds the backward function from the residuals.
       backward: the equations of that function.
     """

@@ -15,7 +15,6 @@ import jax
 from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
 
-from jaxact._codec import is_stored_exactly
 from jaxact._decision import Decision
 from jaxact._jaxpr.types import Array, Axes, Tangent
 from jaxact._policy import Policy
@@ -39,7 +38,7 @@ class CompressedCall:
 
 
 def mark_call(seed: jax.Array, call: CompressedCall) -> jax.Array:
-    """The seed of a compressed call, marked as such."""
+    """A compressed call's seed, marked as such."""
     return call_p.bind(seed, call=call)
 
 
@@ -61,7 +60,7 @@ def _differentiate(
     decision: Decision,
     **params: object,
 ) -> tuple[Any, Tangent]:
-    if not is_stored_exactly(decision.action):
+    if not decision.action.is_differentiable:
         raise TypeError(
             "jaxact: second-order differentiation of a compressed function. Its "
             f"residual {decision.residual} is stored by {decision.action}, whose "

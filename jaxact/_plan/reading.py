@@ -1,4 +1,4 @@
-"""A forward program as planners read it, and the two ends that all plans share.
+"""A forward program as planners read it, and the steps that all planners share.
 
 A planner reads the program (`read_forward`), decides about the values it wants to store
 (first `decide_unrounded`, then the policy), and finishes the plan (`finish`).
@@ -14,7 +14,7 @@ from jaxact._codec import Exact, Recompute
 from jaxact._decision import Decision, Reason
 from jaxact._jaxpr.flow import Facts, fact_of, flow
 from jaxact._jaxpr.read import variables_in
-from jaxact._jaxpr.types import Eqn, Producers, Var
+from jaxact._jaxpr.types import Producers, Var
 from jaxact._plan.facts import ACTIVATION, STORED, input_facts, learn
 from jaxact._plan.forward import Forward
 from jaxact._plan.storage import Normalized, Replay, StoragePlan
@@ -55,7 +55,7 @@ class Reading:
 
 
 def read_forward(forward: Forward, flat: Flat, policy: Policy, prefix: str) -> Reading:
-    """Learn the facts about `forward`, the forward program of `flat`."""
+    """Learn the facts about `forward`, which was traced from `flat`."""
     jaxpr = forward.jaxpr
     facts = flow(jaxpr, [0, *input_facts(flat)], learn)
     leaves = tuple(dict.fromkeys(variables_in(forward.residuals)))
@@ -94,14 +94,11 @@ def decide_unrounded(reading: Reading, v: Var, residual: Residual) -> Decision |
     return Decision(residual, Exact(), Reason.OF_PARAMETERS)
 
 
-def obstacle(eqn: Eqn | None) -> Reason | None:
-    """Why a value cannot be recomputed, given its equation; None where it can.
-
-    An input of the program has no equation.
-    """
-    if eqn is None:
+def obstacle(reading: Reading, v: Var) -> Reason | None:
+    """Why a value cannot be recomputed; None where it can."""
+    if v not in reading.producers:
         return Reason.ARGUMENT
-    return Reason.SIDE_EFFECT if eqn.effects else None
+    return Reason.SIDE_EFFECT if reading.producers[v].effects else None
 
 
 def keep_instead(decision: Decision, reason: Reason) -> Decision:

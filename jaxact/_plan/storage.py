@@ -1,4 +1,4 @@
-"""A storage plan: the fate of every residual of a forward program.
+"""A storage plan: the fate of every residual in a forward program.
 
 It says which values are stored, through which action, and how the backward pass
 computes the residuals from those.
@@ -40,7 +40,7 @@ class Replay:
         return [*variables_in(self.eqn.invars), *masks]
 
     def __call__(self, env: Env) -> list[Any]:
-        """The outputs, given the values of the inputs."""
+        """The outputs, given the inputs' values."""
         values = [value_of(v, env) for v in self.eqn.invars]
         if self.side is None:
             return bind(self.eqn, values)
@@ -53,7 +53,7 @@ class Replay:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Normalized:
-    """An exact affine map, one for each element of the last axis, to store through.
+    """An exact affine map, one for each element along the last axis, to store through.
 
     Attributes:
       mean, deviation: variables with as many elements as the last axis.
@@ -77,7 +77,7 @@ class Normalized:
         return (x + mean).astype(dtype)
 
     def stored_dtype(self, dtype: Dtype) -> Dtype:
-        """The dtype of the normalized array."""
+        """The normalized array's dtype."""
         return jnp.promote_types(dtype, jnp.float32)
 
     def _statistics(self, x: jax.Array, env: Env) -> list[jax.Array]:
@@ -88,7 +88,7 @@ class Normalized:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StoragePlan:
-    """The fate of every residual of a forward program.
+    """Which values are stored, and how backward has every residual.
 
     Attributes:
       decisions: for each variable that an action stores.
@@ -119,7 +119,7 @@ class StoragePlan:
 
     @property
     def used_rules(self) -> tuple[int, ...]:
-        """Indices of the policy's rules that matched a residual."""
+        """Indices: the policy's rules that matched a residual."""
         return tuple(sorted({d.rule for d in self.all_decisions if d.rule is not None}))
 
     @functools.cached_property
