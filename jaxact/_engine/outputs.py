@@ -18,12 +18,12 @@ def when_all(
     parts: int, report: Callable[[Sequence[Plan]], None]
 ) -> Callable[[Sequence[Plan]], None]:
     """Report the plans of all parts of a call together, once."""
-    heard: list[Sequence[Plan]] = []
+    reported: list[Sequence[Plan]] = []
 
     def collect(plans: Sequence[Plan]) -> None:
-        heard.append(plans)
-        if len(heard) == parts:
-            report([plan for plans in heard for plan in plans])
+        reported.append(plans)
+        if len(reported) == parts:
+            report([plan for plans in reported for plan in plans])
 
     return collect
 
@@ -33,7 +33,8 @@ def independent_outputs(flat: Flat) -> list[list[int]]:
 
     Before `generic_batching`, vmap counts the cotangent of an output that ignores the
     mapped argument once per example. Outputs that depend on different arguments then
-    get rules of their own.
+    get rules of their own, as those of a block that returns a loss of its weights alone
+    beside its activations.
     """
     num_outputs = len(flat.jaxpr.outvars)
     if HAS_GENERIC_BATCHING or num_outputs < 2:
@@ -45,9 +46,9 @@ def independent_outputs(flat: Flat) -> list[list[int]]:
     facts = flow(flat.jaxpr, bits, union)
     groups: dict[int, list[int]] = {}
     exact = []
-    for place, v in enumerate(flat.jaxpr.outvars):
+    for number, v in enumerate(flat.jaxpr.outvars):
         group = groups.setdefault(fact_of(facts, v), []) if is_float(v) else exact
-        group.append(place)
+        group.append(number)
     first = next(iter(groups.values()), None)
     if first is None:
         return [exact]
@@ -55,10 +56,10 @@ def independent_outputs(flat: Flat) -> list[list[int]]:
     return [sorted(group) for group in groups.values()]
 
 
-def select_outputs(flat: Flat, places: Sequence[int]) -> Flat:
+def select_outputs(flat: Flat, numbers: Sequence[int]) -> Flat:
     """`flat` with only the given outputs; side effects go with the first output."""
-    chosen = [flat.jaxpr.outvars[i] for i in places]
-    if len(chosen) == len(flat.jaxpr.outvars):
+    selected = [flat.jaxpr.outvars[i] for i in numbers]
+    if len(selected) == len(flat.jaxpr.outvars):
         return flat
-    jaxpr = prune(flat.jaxpr, chosen, effects=0 in places)
+    jaxpr = prune(flat.jaxpr, selected, effects=0 in numbers)
     return dataclasses.replace(flat, jaxpr=jaxpr)

@@ -16,6 +16,8 @@ Primitive: TypeAlias = jex.Primitive
 # A value while a program is evaluated: an array or a tracer of one.
 Array: TypeAlias = jax.Array | np.ndarray | np.generic
 Shape: TypeAlias = tuple[int, ...]
+# Parameters of a primitive.
+Params: TypeAlias = dict[str, Any]
 
 
 class Var(Protocol):
@@ -66,3 +68,5 @@ class Jaxpr(Protocol):
 ClosedJaxpr: TypeAlias = Any
 # Values of variables.
 Env: TypeAlias = dict[Var, Any]
+# Nested containers of arrays, such as the stored form of a residual.
+PyTree: TypeAlias = Any

@@ -17,6 +17,7 @@ from jax.interpreters import ad, batching, mlir
 
 from jaxact._codec import is_stored_exactly
 from jaxact._decision import Decision
+from jaxact._jaxpr.types import Array
 from jaxact._policy import Policy
 from jaxact._trace import Flat
 
@@ -37,7 +38,7 @@ class CompressedCall:
     prefix: str
 
 
-def mark_call(seed: jax.Array, call: CompressedCall) -> jax.Array:
+def mark_call(seed: Array, call: CompressedCall) -> jax.Array:
     """The seed of a compressed call, marked as such."""
     return call_p.bind(seed, call=call)
 
