@@ -1,4 +1,4 @@
-"""One call of a compressed function: `custom_vjp` over flat arrays.
+"""Call a compressed function: `custom_vjp` over flat arrays.
 
 The forward value is the traced program's own; only the arrays that wait for the
 backward pass differ. This is the one derivative rule: a measurement (`_measure`) is the
@@ -47,8 +47,8 @@ def call_compressed(
     """Evaluate `f(*args, **kwargs)` with compressed residuals.
 
     Args:
-      describe: label and kind of each argument.
-      seed: uint32 scalar, the seed of the rounding.
+      describe: each argument's label and kind.
+      seed: uint32 scalar, for the rounding noise.
       name: the class or function that the user compressed, for messages.
     """
     title = getattr(name or f, "__qualname__", str(name or f))
@@ -61,7 +61,7 @@ def call_compressed(
 
 
 def seed_from(key: jax.Array | None) -> Array:
-    """The uint32 seed of a JAX PRNG key; 0 without a key."""
+    """A uint32 seed from a JAX PRNG key; 0 without a key."""
     if key is None:
         return np.uint32(0)
     if not isinstance(key, jax.Array):
@@ -72,7 +72,7 @@ def seed_from(key: jax.Array | None) -> Array:
     return jax.random.bits(key, (), jnp.uint32)
 
 
-_NO_GRADIENT: Any = None  # of an integer
+_NO_GRADIENT: Any = None  # an integer, such as a seed, has none
 
 
 def _ignore(plans: Sequence[Plan]) -> None:
@@ -85,9 +85,9 @@ class Engine:
 
     Attributes:
       policy: decides about each residual.
-      prefix: the module path of the call, for tables.
+      prefix: the call's module path, for tables.
       name: the compressed function, for messages.
-      report: hears the plans of a call when it is first differentiated.
+      report: hears a call's plans when it is first differentiated.
       storage: encodes and decodes the residuals.
     """
 
@@ -114,8 +114,8 @@ class _Saved(NamedTuple):
     """The Python values that the backward pass needs.
 
     Attributes:
-      active: whether each of the call's values is differentiated.
-      keys: the settings of the draw.
+      active: whether each value is differentiated.
+      keys: the probe's keys.
     """
 
     plan: Plan
@@ -129,7 +129,7 @@ class _Rule:
 
     Attributes:
       plans: by the values that are differentiated.
-      ran_forward: whether JAX has evaluated the forward half of the rule.
+      ran_forward: whether JAX has evaluated `forward`.
     """
 
     engine: Engine
@@ -143,7 +143,8 @@ class _Rule:
         try:
             return call(draw, *values)
         except TypeError as error:
-            # Forward mode evaluates the forward half; then JAX refuses the tangents.
+            # Forward mode evaluates `forward`; then JAX refuses the tangents. After a
+            # jit around the call it does so elsewhere, in words of its own.
             if not self.ran_forward:
                 raise
             raise TypeError(
@@ -184,7 +185,7 @@ class _Rule:
         residuals: tuple[Static, list[PyTree], list[jax.Array]],
         cotangents: list[jax.Array | SymbolicZero],
     ) -> tuple[PyTree, ...]:
-        """Gradients of the draw and of the values; None where there is none."""
+        """Gradients for the draw and the values; None where there is none."""
         static, packed, kept = residuals
         saved: _Saved = static.value
         results, measured = backward_pass(
@@ -199,7 +200,7 @@ class _Rule:
         ]
         count = len(saved.active)
         for key, setting in zip(saved.keys, reduced[count:], strict=True):
-            # Residuals in the body of a scan are measured by the body's own calls.
+            # Residuals in a scan's body are measured by the body's own calls.
             measured[key] = measured[key] + setting if key in measured else setting
         return Draw(_NO_GRADIENT, measured), *reduced[:count]
 

@@ -1,4 +1,4 @@
-"""Give outputs that depend on different arguments derivative rules of their own.
+"""Split a call into outputs that may share one derivative rule.
 
 Needed before JAX 0.11, which added `generic_batching`; see `_jaxpr.compat`.
 """
@@ -17,7 +17,7 @@ from jaxact._trace import Flat, Kind
 def when_all(
     parts: int, report: Callable[[Sequence[Plan]], None]
 ) -> Callable[[Sequence[Plan]], None]:
-    """Report the plans of all parts of a call together, once."""
+    """Report the plans for all parts together, once."""
     reported: list[Sequence[Plan]] = []
 
     def collect(plans: Sequence[Plan]) -> None:
@@ -29,12 +29,12 @@ def when_all(
 
 
 def independent_outputs(flat: Flat) -> list[list[int]]:
-    """Groups of outputs that may share one derivative rule.
+    """Groups whose outputs may share one derivative rule.
 
-    Before `generic_batching`, vmap counts the cotangent of an output that ignores the
-    mapped argument once per example. Outputs that depend on different arguments then
-    get rules of their own, as those of a block that returns a loss of its weights alone
-    beside its activations.
+    Before `generic_batching`, vmap counts an output's cotangent once per example where
+    the output ignores the mapped argument. Outputs that depend on different arguments
+    then get separate rules: for a block that returns its activations and a penalty on
+    its weights, for two towers in one call.
     """
     num_outputs = len(flat.jaxpr.outvars)
     if HAS_GENERIC_BATCHING or num_outputs < 2:

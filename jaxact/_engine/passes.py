@@ -1,4 +1,4 @@
-"""The forward and the backward pass of a planned call.
+"""The forward and the backward pass through a planned call.
 
 Two optimization barriers make the saving real: without the first XLA postpones the
 encoding and keeps the original array for it, without the second it decodes early (249
@@ -30,7 +30,7 @@ from jaxact._jaxpr.types import Array, Env, PyTree, Var
 from jaxact._plan.mark import mark
 from jaxact._plan.plan import Plan
 
-# Settings of a measurement, or the cotangents that come back, by `Residual.key`.
+# A measurement's settings, or the cotangents that come back, by `Residual.key`.
 Probe: TypeAlias = dict[str, jax.Array]
 # (decoded residuals, cotangents) -> gradients
 BackwardProgram: TypeAlias = Callable[
@@ -39,11 +39,11 @@ BackwardProgram: TypeAlias = Callable[
 
 
 class Draw(NamedTuple):
-    """The inputs of a call beside its values.
+    """The inputs that a call has beside its values.
 
     Attributes:
-      seed: uint32 scalar, the seed of the rounding.
-      probe: float32 arrays, the settings of a measurement; empty without one.
+      seed: uint32 scalar, for the rounding noise.
+      probe: a measurement's settings, float32 arrays; empty without one.
     """
 
     seed: Array
@@ -55,8 +55,8 @@ class Packed:
     """A residual as it was stored.
 
     Attributes:
-      arrays: the output of `Storage.encode`.
-      like: shape and dtype of the decoded residual.
+      arrays: encoded by `Storage.encode`.
+      like: the decoded residual's shape and dtype.
       is_measured: whether the probe has a setting for it.
     """
 
@@ -82,7 +82,7 @@ class Storage:
 
         Args:
           seed: uint32 scalar, different for each residual.
-          setting: the residual's part of the probe, if it has one.
+          setting: the probe's entry for the residual, if there is one.
           is_fused: elementwise operations compute x, and only for this.
         """
         return decision.action.encode(x, seed, is_fused)
@@ -100,7 +100,7 @@ class Storage:
         decoded: list[jax.Array],
         cotangents: list[jax.Array],
     ) -> tuple[list[jax.Array], Probe]:
-        """The gradients, and the cotangents of the settings."""
+        """The gradients, and the settings' cotangents."""
         return program(decoded, cotangents), {}
 
 
@@ -128,11 +128,11 @@ def forward_pass(
 
 
 def _evaluate(plan: Plan, inputs: Sequence[Array]) -> tuple[list[jax.Array], Env]:
-    """The outputs, and the values of the variables that are saved."""
+    """The outputs, and the values that the saved variables have."""
     forward = plan.forward
     results = core.eval_jaxpr(plan.program, forward.consts, *inputs)
     env = dict(zip(plan.saved, results[forward.num_outputs :], strict=True))
-    # An argument is kept as the array that it is, not as an output of the program.
+    # An argument is kept as the array that it is: the program would give a copy.
     env |= dict(zip(forward.jaxpr.constvars, forward.consts, strict=True))
     env |= dict(zip(forward.jaxpr.invars, inputs, strict=True))
     return results[: forward.num_outputs], env
@@ -169,7 +169,7 @@ def backward_pass(
     kept: Sequence[jax.Array],
     cotangents: Sequence[jax.Array | SymbolicZero],
 ) -> tuple[list[jax.Array], Probe]:
-    """Gradients of the active inputs, and the cotangents of the settings `keys`."""
+    """Gradients for the active inputs, and cotangents for the settings `keys`."""
     inputs = backward_inputs(plan, packed, kept, cotangents)
     residuals = [
         _packed(v, arrays, plan, keys)
@@ -187,13 +187,13 @@ def backward_pass(
 
 @dataclass(frozen=True)
 class BackwardInputs:
-    """The inputs of the backward pass, behind a barrier where they have to wait.
+    """Arrays that backward starts from, behind a barrier where they have to wait.
 
     Attributes:
-      packed: the stored arrays of `Plan.packed`, behind the barrier.
-      kept: values of the other saved variables.
+      packed: the stored form of `Plan.packed`, behind the barrier.
+      kept: values for the other saved variables.
       sources: those that replayed equations read, behind the barrier.
-      cotangents: of the outputs, behind the barrier; zeros are arrays.
+      cotangents: one for each output, behind the barrier; zeros are arrays.
     """
 
     packed: Sequence[PyTree]
@@ -230,7 +230,7 @@ def backward_inputs(
 
 
 def backward_program(plan: Plan, inputs: BackwardInputs) -> BackwardProgram:
-    """(decoded residuals, in the order of `plan.packed`; cotangents) -> gradients."""
+    """(decoded residuals, ordered as `plan.packed`; cotangents) -> gradients."""
 
     def program(
         decoded: Sequence[jax.Array], cotangents: list[jax.Array]

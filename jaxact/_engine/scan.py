@@ -1,7 +1,7 @@
 """Compression inside scan bodies.
 
 The residuals in a scan are stacked by the scan itself, so compressing them afterwards
-would need all of them at once. A scan in a compressed call is therefore evaluated with
+would need all layers' at once. A scan in a compressed call is therefore evaluated with
 its body compressed; the body's parameters stay where the scan keeps them. Scans inside
 branches, custom rules and checkpoints are left as they are.
 """
@@ -22,7 +22,7 @@ from jaxact._plan.facts import input_facts, kind_of, learn
 from jaxact._residual import join_paths, module_path
 from jaxact._trace import Flat, Kind
 
-# (flat function, draw, values, scope of the scan) -> outputs
+# (flat function, draw, values, the scan's scope) -> outputs
 CompressBody: TypeAlias = Callable[
     [Flat, Draw, Sequence[jax.Array], str], list[jax.Array]
 ]
@@ -43,7 +43,7 @@ def _calls_scan(eqn: Eqn) -> bool:
 def push_into_scans(
     flat: Flat, compress: CompressBody
 ) -> Callable[..., list[jax.Array]]:
-    """`flat` as (draw, *values) -> outputs, with the bodies of its scans compressed."""
+    """`flat` as (draw, *values) -> outputs, with its scans' bodies compressed."""
     facts = input_facts(flat)
 
     def run(draw: Draw, *values: jax.Array) -> list[jax.Array]:

@@ -12,7 +12,7 @@ from jaxact._plan.plan import Plan
 from jaxact._policy import Policy
 
 # Packages whose lines say nothing to the user about a policy. `contextlib` runs the
-# wrappers of Flax's methods.
+# wrappers around Flax's methods.
 _LIBRARIES = frozenset(
     "jaxact jax jaxlib flax equinox haiku optax contextlib functools".split()
 )

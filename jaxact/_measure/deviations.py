@@ -1,17 +1,17 @@
-"""Pass the random errors of an equation's operands on to its results.
+"""Pass random errors in an equation's operands on to its results.
 
-The error in a value is a sum of deviation * unit noise over the *sources* that it
-carries: a noisy input and the path its elements took. All unit noise has mean 0 and
-variance 1, and counts as independent between different elements or sources. Deviations
-have a sign, so that paths which meet again element by element, as the terms of a
-recomputed derivative do, add up or cancel exactly.
+A value's error is a sum, deviation * unit noise, over the *sources* that it carries: a
+noisy input and the path its elements took. All unit noise has mean 0 and variance 1,
+and counts as independent between different elements or sources. Deviations have a sign,
+so that paths which meet again element by element, as the terms of a recomputed
+derivative do, add up or cancel exactly.
 
-Exact to first order for elementwise equations and for moves of elements. A sum over a
-source becomes a source by itself, independent of everything else, and the copies that a
-broadcast makes of an element count as independent in a later sum. These two
-approximations err by up to 2 / (elements in a statistic) for a norm; the noise of a
-softmax's rounded exponentials comes out 1 to 6 % too large at 4 bits and more, up to
-18 % at 2 bits where a few weights dominate a row.
+Exact to first order for elementwise equations and where elements only move. A sum over
+a source becomes a source by itself, independent from everything else, and the copies
+from a broadcast count as independent in a later sum. These two approximations err by
+up to 2 / (elements in a statistic) for a norm; noise from a softmax's rounded
+exponentials comes out 1 to 6 % too large at 4 bits and more, up to 18 % at 2 bits where
+a few weights dominate a row.
 
 Products of two errors are left out. A norm's backward reads its normalized value twice:
 its input's gradient comes out with too little noise by about half the variance of that
@@ -31,10 +31,10 @@ from jaxact._jaxpr.primitives import CASTS, COPIES, JOINS, RESHAPES, SELECTIONS
 from jaxact._jaxpr.read import is_literal
 from jaxact._jaxpr.types import Array, Eqn, Params
 
-# (noisy input, path) -> deviation of each element, float32
+# (noisy input, path) -> each element's deviation, float32
 Deviations: TypeAlias = dict[tuple[int, Hashable], jax.Array]
 
-# Move or copy elements; a path tells equal moves of one source.
+# Move or copy elements; a path tells a source's equal moves.
 _MOVES = RESHAPES | SELECTIONS | JOINS | {"dynamic_update_slice"}
 _SUMS = frozenset("reduce_sum cumsum reduce_window_sum".split())
 
@@ -50,7 +50,7 @@ def _minus_one(xs: Sequence[jax.Array], y: jax.Array, params: Params) -> float:
     return -1.0
 
 
-# For each operand; None: not followed. At a kink the derivative of one side.
+# For each operand; None: not followed. At a kink the derivative from one side.
 _SLOPES: dict[str, tuple[_Slope | None, ...]] = {
     "neg": (_minus_one,),
     "add": (_one, _one),
@@ -90,7 +90,7 @@ def pass_on(
     outputs: Sequence[Array],
     operands: Sequence[Deviations],
 ) -> list[Deviations] | None:
-    """Deviations of the outputs, given those of the operands; None: not known."""
+    """The outputs' deviations, given the operands'; None: not known."""
     name = eqn.primitive.name
     if name == "optimization_barrier":
         return list(operands)
@@ -161,7 +161,7 @@ def _move(
 
 
 def _sum(eqn: Eqn, operands: Sequence[Deviations]) -> list[Deviations]:
-    """Variances of independent errors add."""
+    """Independent errors add their variances."""
     out: Deviations = {}
     for source, variance in variances(operands[0]).items():
         (total,) = bind(eqn, [variance])
@@ -172,7 +172,7 @@ def _sum(eqn: Eqn, operands: Sequence[Deviations]) -> list[Deviations]:
 def _tells_infinity_or_nan(eqn: Eqn) -> bool:
     """Whether the results are the same for rounded operands.
 
-    So in the guards of a softmax or a logsumexp against infinite maxima.
+    So in the guards that a softmax or a logsumexp has against infinite maxima.
     """
     if eqn.primitive.name == "is_finite":
         return True

@@ -25,7 +25,7 @@ from jaxact._trace import Flat
 
 
 class Instrument(Storage, abc.ABC):
-    """Stores the residuals that have a setting in a way of its own, and measures them.
+    """Measures the residuals that have a setting, and says how they are stored.
 
     The others are stored through their actions.
     """
@@ -38,7 +38,7 @@ class Instrument(Storage, abc.ABC):
 
     @abc.abstractmethod
     def restore(self, packed: Packed) -> jax.Array:
-        """A measured residual, from the output of `store`."""
+        """A measured residual, from the arrays that `store` returned."""
 
     @abc.abstractmethod
     def measure(

@@ -1,4 +1,4 @@
-"""The variance that rounding each residual adds to the results of a backward pass.
+"""The variance that rounding each residual adds to a backward pass's results.
 
 Rounded residuals add E||error||^2 to a gradient, and that number decides their bits
 (ActNN, Chen et al. 2021, arXiv:2104.14129; AC-GC, Evans and Aamodt, NeurIPS 2021).
@@ -67,7 +67,7 @@ def evaluate_with_noise(
     *,
     cotangents: Collection[int],
 ) -> tuple[list[jax.Array], dict[int, Noise | None]]:
-    """Evaluate a backward program and measure the noise of its inputs.
+    """Evaluate a backward program and measure the noise from its inputs.
 
     Args:
       jaxpr: the program, linear in its cotangents.

@@ -1,4 +1,4 @@
-"""Evaluate a traced program with other functions in place of its compressed calls.
+"""Evaluate a traced program with its compressed calls replaced.
 
 A compressed call leaves its mark in a program that is traced without being
 differentiated, so it can be recognized inside jit, scan, branches, checkpoints and
@@ -23,12 +23,12 @@ from jaxact._jaxpr.primitives import CALL_BODIES, CHECKPOINTS, JITS
 from jaxact._jaxpr.types import ClosedJaxpr, Eqn, Jaxpr
 from jaxact._plan.mark import CompressedCall, call_p
 
-# (call, seed, values, common draw) -> outputs of the call
+# (call, seed, values, common draw) -> outputs
 Replace: TypeAlias = Callable[
     [CompressedCall, jax.Array, Sequence[jax.Array], Draw], list[jax.Array]
 ]
 
-# The parameter with the one body of an equation that is evaluated with it replaced.
+# The parameter that holds the body, where there is one to evaluate.
 _BODY = {name: CALL_BODIES[name] for name in (*JITS, *CHECKPOINTS, "closed_call")}
 _BODY |= {"scan": "jaxpr", "shard_map": "jaxpr"}
 
@@ -40,7 +40,7 @@ def evaluate(
     replace: Replace,
     draw: Draw,
 ) -> list[jax.Array]:
-    """Outputs of the program, each compressed call evaluated by `replace`.
+    """The program's outputs, each compressed call evaluated by `replace`.
 
     `draw` reaches every replaced call.
     """
@@ -62,7 +62,7 @@ def evaluate(
 
 
 def find_compressed_call(eqn: Eqn) -> CompressedCall | None:
-    """The compressed call that an equation is, as a function of its present inputs."""
+    """The compressed call that an equation is, as a function on its present inputs."""
     mark = _mark_in(eqn)
     if mark is None:
         return None

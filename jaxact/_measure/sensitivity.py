@@ -1,4 +1,4 @@
-"""How much the rounding of each residual adds to the whole gradient, by trying."""
+"""How much rounding each residual adds to the whole gradient, by trying."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -60,7 +60,7 @@ def sensitivity(
     key: jax.Array | None = None,
     **kwargs: PyTree,
 ) -> Sensitivity:
-    """Measure the error that rounding each residual adds to the gradient of a loss.
+    """Measure the error that rounding each residual adds to a loss's gradient.
 
     For each residual of the compressed calls in `loss_fn`, all others are kept exact
     and the gradient g^ is computed `draws` times, each with other rounding noise::

@@ -259,3 +259,18 @@ def check_eight_devices():
 
 if __name__ == "__main__":
     check_eight_devices()
+
+
+def test_a_measured_call_has_the_barriers_of_a_compressed_one():
+    """One after the forward pass, one before and one after the backward pass."""
+
+    def barriers(gradient, *args):
+        return str(jax.make_jaxpr(gradient)(*args)).count("optimization_barrier")
+
+    def loss(w, x):
+        return packed(w, x).sum()
+
+    measured = jaxact.telemetry(loss)
+    probe = measured.probe(W[0], X)
+    assert barriers(jax.grad(loss), W[0], X) == 3
+    assert barriers(jax.grad(measured, (0, 1)), probe, W[0], X) == 3
