@@ -1,4 +1,4 @@
-"""What to train on: data that comes with a dependency, or a file of your own.
+"""Training data: that which comes with a dependency, or a file of your own.
 
 Images are scikit-learn's handwritten digits, text is Python's own help. A file of text
 is UTF-8. A file of images is an .npz with these arrays, for any number of images, sizes

@@ -15,8 +15,8 @@ about 10 s of CPU time, 80 s for GCN at full size:
   GCN, Cora, full     77.8 (77.0) %    5.1 (103.6)   129.3 (152.3)   56.4 (95.2)
   GAT, Cora, full     not trained     19.0 (369.6)   267.0 (421.6)   70.9 (108.7)
 
-What is left of temp is mostly one layer at work: a message for each edge. An H100's is
-what its compiler says (`--target h100`, for full size with `--dry-run`); none of this
+The remaining temp is mostly one layer at work: a message for each edge. An H100's is
+the compiler's number (`--target h100`, for full size with `--dry-run`); none of this
 ran on a GPU.
 """
 

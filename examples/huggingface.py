@@ -1,8 +1,8 @@
 """Decoders as Hugging Face keeps them: a folder of config.json, safetensors, tokenizer.
 
-Networks of type llama, mistral and qwen2. What a folder asks for and `models/llama.py`
-does not have is an error that names it. Two things that a checkpoint may hold need no
-place: a second copy of a tied embedding, and the speeds of rotary positions.
+Networks of type llama, mistral and qwen2. A folder that asks for a feature that
+`models/llama.py` lacks raises an error that names it. Two things that a checkpoint may
+hold are skipped: a second copy of a tied embedding, and the speeds of rotary positions.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from safetensors.numpy import save_file
 
 Params = dict[str, Any]
 HEAD = "lm_head.weight"
-# What our names of a layer's parameters are called there.
+# From our names of a layer's parameters to Hugging Face's.
 MAPS = {name: f"self_attn.{name}_proj" for name in "qkvo"} | {
     name: f"mlp.{name}_proj" for name in ("gate", "up", "down")
 }
@@ -116,7 +116,7 @@ def save_adapters(folder: Path, adapters: Params, alpha: float, base: str) -> No
 
 
 def encoder(folder: Path, vocabulary: int) -> Callable[[str], np.ndarray]:
-    """What makes int32 tokens [N] of a text: tokenizer.json, or the bytes of UTF-8.
+    """A function from text to int32 tokens [N]: tokenizer.json's, or UTF-8 bytes.
 
     Bytes only where the folder has no tokenizer of any kind; that is printed.
     """
@@ -173,7 +173,7 @@ class Place:
         return shape[::-1] if self.transposed else shape
 
     def tensors(self) -> Iterator[tuple[Any, str]]:
-        """Pairs of an index into our parameter and the name of what goes there."""
+        """Pairs: an index into our parameter, the name of the tensor for it."""
         if not self.stacked:
             yield ..., self.name
         else:
@@ -203,7 +203,7 @@ def places(net: Llama) -> Params:
 
 
 def check_names(net: Llama, found: set[str], folder: Path) -> None:
-    """Raise unless the checkpoint has what the network needs, and nothing else."""
+    """Raise unless the checkpoint has all that the network needs, and nothing else."""
     all_places = jax.tree.leaves(places(net))
     needed = {name for place in all_places for _, name in place.tensors()}
     spare = {HEAD} if net.tied else set()
@@ -211,8 +211,8 @@ def check_names(net: Llama, found: set[str], folder: Path) -> None:
         n for n in found - needed - spare if not n.endswith("rotary_emb.inv_freq")
     }
     problems = [
-        f"{what} {', '.join(sorted(names)[:8])}{', ...' if len(names) > 8 else ''}"
-        for what, names in (("lacks", needed - found), ("has no use for", unused))
+        f"{verb} {', '.join(sorted(names)[:8])}{', ...' if len(names) > 8 else ''}"
+        for verb, names in (("lacks", needed - found), ("has no use for", unused))
         if names
     ]
     if problems:

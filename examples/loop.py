@@ -1,13 +1,13 @@
 """How the examples train: one step, a progress bar, checkpoints, a table of memory.
 
-An example says what it trains as a `Training` and calls `run`. Options of all examples:
+An example describes its training as a `Training` and calls `run`. All have options:
 
-  --data PATH          what to learn; without it, data that comes with a dependency
-  --policy NAME        what becomes of residuals: default, none, or one of the others
+  --data PATH          the data; without it, data that comes with a dependency
+  --policy NAME        for residuals: default, none, or one of the others
   --bits N             of a stored value, 1 to 8
   --size small|full    for a CPU or for a GPU
   --steps N            --batch N, --seed N
-  --checkpoint FOLDER  save there, and go on from what is there
+  --checkpoint FOLDER  save there, and go on from the newest one there
   --target h100        compiled memory of that GPU too, none attached (Linux only)
   --dry-run            the table of memory alone, from shapes; nothing runs
 """
@@ -40,7 +40,7 @@ TARGETS = ("a100", "h100", "h200", "b200")
 
 
 class State(struct.PyTreeNode):
-    """What a step changes and a checkpoint holds."""
+    """The values that a step changes and a checkpoint holds."""
 
     params: Any
     statistics: Any  # running statistics of norms, where there are any
@@ -49,7 +49,7 @@ class State(struct.PyTreeNode):
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained.
+    """A network, its data and its optimizer.
 
     Attributes:
       name: of the network and of its data.
@@ -58,7 +58,7 @@ class Training:
       loss: the loss function, given the policy of its residuals; `None`: keep all.
       optimizer: of the parameters.
       batches: the batches from a step on; the same ones whenever it is asked.
-      score: what the trained network is worth, as text, of (params, statistics).
+      score: from (params, statistics) to the trained network's score, as text.
       part: as much of a batch as sensitivities are measured on.
       shardings: where a state of these shapes lives; `None`: on one device.
     """
@@ -93,7 +93,7 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     return found
 
 
-# What `--policy` names, of the bits and of a way to measure sensitivities.
+# The policies of `--policy`, from the bits and a way to measure sensitivities.
 POLICIES: dict[str, Callable[[int, Measure], jaxact.Policy | None]] = {
     "default": lambda bits, _: jaxact.Policy(bits),
     "none": lambda *_: None,
@@ -235,7 +235,7 @@ def restored(manager: ocp.CheckpointManager | None, state: State) -> tuple[State
 
 
 def sensitivity(training: Training, state: State, batch: Any) -> jaxact.Sensitivity:
-    """What rounding each residual adds to the gradient, before a step is taken."""
+    """The noise that rounding adds to the gradient, before a step is taken."""
     return jaxact.sensitivity(
         training.loss(jaxact.Policy()),
         *(state.params, state.statistics, training.part(batch)),
@@ -250,7 +250,7 @@ def memory_table(
     batch: Any,
     target: str | None,
 ) -> Table:
-    """What the backward pass reads and what a compiled step takes, with and without."""
+    """The bytes of residuals and of a compiled step, with jaxact and without."""
     devices = [None] if target is None else [None, target]
     here = jax.devices()[0].device_kind
     table = Table(title=f"Memory of a step: {training.name}", min_width=78)

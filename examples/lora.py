@@ -62,7 +62,7 @@ class Size:
 
 SMALL = Size(batch=16, length=128, steps=200, peak_rate=5e-3, recompute_attention=False)
 FULL = Size(batch=8, length=1024, steps=1000, peak_rate=2e-4, recompute_attention=True)
-# What is trained first where there is no --model: 0.9 million parameters.
+# The base that is trained first without --model: 0.9 million parameters.
 BASE = Llama(
     layers=4,
     width=128,

@@ -4,8 +4,7 @@
   python examples/quickstart.py --data cifar10.npz  your images; see examples/data.py
 
 Both networks start from the same parameters and see the same batches in the same
-order. The table at the end compares accuracy, what is kept for the backward pass, what
-the compiled step allocates, and step time.
+order. The table at the end compares accuracy, residuals, compiled memory, step time.
 """
 
 import argparse
@@ -27,7 +26,7 @@ import jaxact
 
 
 class State(struct.PyTreeNode):
-    """What a training step changes."""
+    """The values that a training step changes."""
 
     params: Any
     batch_stats: Any
@@ -119,7 +118,7 @@ def compiled_temp(step: Any, arguments: tuple, target: str | None) -> int | None
 
 
 def measure(trainer: Trainer, state: State, images: data.Images, batch_size: int):
-    """What the report says of one network: of the very step that was trained."""
+    """The report's numbers for one network, from the very step that was trained."""
     batch = images.train_images[:batch_size], images.train_labels[:batch_size]
     arguments = state.params, state.batch_stats, *batch
     return {
@@ -153,7 +152,7 @@ def table_of(found: dict[str, dict[str, Any]], title: str) -> Table:
 
 
 def notes(found: dict[str, dict[str, Any]]) -> str:
-    """What a reader of the table should know."""
+    """The conditions of the measurement."""
     lines = [f"JAX {jax.__version__}; steps timed alternately, median."]
     if any(row["h100"] is None for row in found.values()):
         lines.append(

@@ -5,9 +5,9 @@
   srun python examples/sharded.py --mesh 2 8 --distributed    two hosts of eight GPUs
 
 A batch is spread over all devices of the mesh, in both of its directions. Matrices and
-what the optimizer keeps for them are spread over the second one, "fsdp": XLA gathers
+their optimizer state are spread over the second one, "fsdp": XLA gathers
 those of a layer when it needs them, in the forward and again in the backward pass.
-Compression works on what each device has, so it adds nothing to what they exchange.
+Compression works on each device's own arrays, so it adds nothing to the exchange.
 How processes find each other: `jax.distributed.initialize`.
 
 Small, with `--data tinyshakespeare.txt`: the network and the steps of gpt.py, about
@@ -112,7 +112,7 @@ def collectives(program: Any) -> collections.Counter[str]:
 
 
 def exchanged(training: loop.Training, bits: int) -> Table:
-    """What devices exchange in a step, uncompressed and compressed."""
+    """The exchange between devices in a step, uncompressed and compressed."""
     policies = {"uncompressed": None, f"jaxact, {bits} bits": jaxact.Policy(bits)}
     found = [collectives(compiled(training, policy)) for policy in policies.values()]
     table = Table("", *policies, title="Collectives of a step")
@@ -133,7 +133,7 @@ def parse() -> argparse.Namespace:
     if options.target is not None:
         parser.error(
             "--target compiles for one GPU, this example for a mesh: use gpt.py with "
-            "--batch set to what one device of the mesh gets"
+            "--batch set to the part that one device of the mesh gets"
         )
     return options
 

@@ -6,13 +6,17 @@ A *policy* chooses a *codec* for each *residual*; `compress` applies it.
 from jaxact import policies as policies
 from jaxact._bits import (
     Allocation as Allocation,
+    Cost as Cost,
     Sensitivity as Sensitivity,
     allocate as allocate,
     reallocate as reallocate,
 )
 from jaxact._codec import (
+    Action as Action,
+    Bias as Bias,
     Bitmask as Bitmask,
     Cast as Cast,
+    Codec as Codec,
     DualPrecision as DualPrecision,
     Exact as Exact,
     Offload as Offload,
@@ -22,10 +26,21 @@ from jaxact._codec import (
 )
 from jaxact._compress import compress as compress
 from jaxact._engine.warnings import CompressionWarning as CompressionWarning
-from jaxact._measure import sensitivity as sensitivity, telemetry as telemetry
+from jaxact._measure import (
+    NoiseReport as NoiseReport,
+    Telemetry as Telemetry,
+    sensitivity as sensitivity,
+    telemetry as telemetry,
+)
 from jaxact._memory import Memory as Memory, memory as memory
 from jaxact._policy import Policy as Policy, Rule as Rule
 from jaxact._report import (
+    ModuleRow as ModuleRow,
+    ModuleTable as ModuleTable,
+    ResidualRow as ResidualRow,
     ResidualTable as ResidualTable,
     residuals as residuals,
 )
+from jaxact._residual import Residual as Residual
+
+__version__ = "0.1.0"

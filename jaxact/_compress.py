@@ -1,85 +1,93 @@
-"""The transform: `compress` stores what the backward pass needs through codecs."""
+"""The transform: `compress` stores residuals as a policy says."""
 
+import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable
 from typing import Any, overload
+
+import jax
 
 from jaxact._engine.call import call_compressed, seed_from
 from jaxact._modules import find
 from jaxact._policy import Policy
-from jaxact._trace import arguments
+from jaxact._trace import Names, arguments, as_tuple
 from jaxact._typing import C, Compress, Compressed, M, P, R
+
+_AS_DECORATOR = object()  # no target: the result takes it
 
 
 @overload
 def compress(
-    target: None = None,
     *,
     policy: Policy | None = ...,
-    activations: str | int | Sequence[str | int] | None = ...,
-    static_argnums: int | Sequence[int] = ...,
+    activations: Names | None = ...,
+    static_argnums: Names = ...,
 ) -> Compress: ...
 @overload
 def compress(
     target: type[C],
     *,
     policy: Policy | None = ...,
-    static_argnums: int | Sequence[int] = ...,
+    static_argnums: Names = ...,
 ) -> type[C]: ...
 @overload
 def compress(
     target: M,
     *,
     policy: Policy | None = ...,
-    static_argnums: int | Sequence[int] = ...,
+    static_argnums: Names = ...,
 ) -> M: ...
 @overload
 def compress(
     target: Callable[P, R],
     *,
     policy: Policy | None = ...,
-    activations: str | int | Sequence[str | int] | None = ...,
-    static_argnums: int | Sequence[int] = ...,
+    activations: Names | None = ...,
+    static_argnums: Names = ...,
 ) -> Compressed[P, R]: ...
 def compress(
-    target: Any = None,
+    target: object = _AS_DECORATOR,
     *,
     policy: Policy | None = None,
-    activations: str | int | Sequence[str | int] | None = None,
-    static_argnums: int | Sequence[int] = (),
+    activations: Names | None = None,
+    static_argnums: Names = (),
 ) -> Any:
     """Store the residuals of `target` compressed between forward and backward.
 
-    The value computed is `target`'s own, to the last bit; so are the parameter tree,
-    mutable state and RNG counters. Only the arrays that reverse-mode differentiation
-    keeps are stored as `policy` says. With Policy(default=Exact()) the gradients are
-    JAX's own too, operation by operation; where three or more of them are summed into
-    one argument, a compressed call in between may change the order of that sum.
-    Reverse mode once only: forward-mode and second-order derivatives raise a TypeError.
+    Outputs are `target`'s own, to the last bit; so are the parameter tree, mutable
+    state and RNG counters. Only the arrays that reverse-mode differentiation keeps are
+    stored as `policy` says. With Policy(default=Exact()) gradients are JAX's own too,
+    operation by operation; where three or more are summed into one argument, a
+    compressed call in between may change the order of that sum. Reverse mode once only:
+    forward-mode and second-order derivatives raise a TypeError.
 
-    Use as `@compress`, `@compress(policy=...)` or `compress(target, ...)`.
+    Use as `@compress`, `@compress(policy=...)` or `compress(target, ...)`, on the unit
+    that a network repeats: a transformer layer, a residual block. For modules of other
+    libraries decorate `__call__`, as a function: `@compress(activations='x')`.
 
     Args:
-      target: a Flax Linen module class (gives a class of the same name and parameters)
-        or method, a Flax NNX module class or instance, or a function.
-      policy: chooses what becomes of each residual; `Policy()` when None.
+      target: a Flax Linen module class (gives a class with the same name and
+        parameters) or method, a Flax NNX module class or instance, or a function.
+      policy: chooses an action for each residual; `Policy()` when None.
       activations: for a function, names or positions of the arguments whose arrays may
         be stored compressed. All others are taken for parameters: referenced, never
         copied, and so are casts and other values made of parameters alone. None: an
-        argument that JAX keeps is referenced; one that JAX only computes residuals
-        from may be stored compressed in their place. Modules: call arguments are
+        argument that JAX keeps is referenced; one from which JAX only computes
+        residuals may be stored compressed in their place. Modules: call arguments are
         activations, variables are not.
-      static_argnums: positions of arguments that hold arrays but must stay concrete.
-        Arguments that hold no arrays stay Python values anyway.
+      static_argnums: names or positions of arguments that hold arrays but must stay
+        concrete. Arguments without arrays stay Python values anyway.
 
     Returns:
-      The same kind of thing as `target`. A compressed function takes a keyword
-      `rounding_key`, a JAX PRNG key for the rounding noise; Flax modules use the RNG
-      stream 'jaxact' if there is one. Without a key the noise is derived from the data.
+      A class for a class, an instance for an instance, a function for a function; a
+      decorator without a target. Compressed functions take a keyword `rounding_key`, a
+      JAX PRNG key for the rounding noise; Flax modules use the RNG stream 'jaxact' if
+      there is one. Without a key the noise is derived from the data.
 
     Raises:
-      TypeError: `target` or `policy` is of the wrong kind.
-      ValueError: when called, if `activations` names no argument.
+      TypeError: `target` or `policy` has the wrong type.
+      ValueError: when called, if `activations` or `static_argnums` name no argument.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxact
@@ -92,58 +100,72 @@ def compress(
     """
     policy = Policy() if policy is None else policy
     if not isinstance(policy, Policy):
-        raise TypeError(
-            f"compress(policy={policy!r}): a jaxact.Policy is required. For bits write "
-            "Policy(bits=2), for a jax.checkpoint policy Policy(recompute=...)."
-        )
-    static = (
-        (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
-    )
-    if target is None:
-        return lambda target: _compress_target(target, policy, activations, static)
-    return _compress_target(target, policy, activations, static)
+        raise TypeError(_wrong_policy(policy))
+    options = _Options(policy, activations, as_tuple(static_argnums))
+    if target is _AS_DECORATOR:
+        return options.compress
+    return options.compress(target)
 
 
-def _compress_target(
-    target: Any, policy: Policy, activations: Any, static_argnums: tuple[int, ...]
-) -> Any:
-    owner = getattr(target, "__self__", None)
-    if find.is_nnx(owner):  # a bound method: its module is an argument
-        function = target.__func__
-        method = _compress_function(function, policy, activations, static_argnums)
-        return functools.partial(method, owner)
-    adapter = find.for_target(target)
-    if adapter is not None:
-        if activations is not None:
-            raise ValueError(
-                f"compress({target!r}, activations={activations!r}): activations is "
-                "for plain functions. The call arguments of a module are its "
-                "activations, its variables are not."
-            )
-        return adapter.compress(target, policy, static_argnums)
-    if not callable(target):
-        raise TypeError(
-            f"compress({target!r}): a Flax module class, an NNX module or a function "
-            "is required."
-        )
-    return _compress_function(target, policy, activations, static_argnums)
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    """`compress`'s arguments beside its target."""
 
+    policy: Policy
+    activations: Names | None
+    static_argnums: tuple[str | int, ...]
 
-def _compress_function(
-    f: Callable[..., Any],
-    policy: Policy,
-    activations: Any,
-    static_argnums: tuple[int, ...],
-) -> Callable[..., Any]:
-    @functools.wraps(f)
-    def compressed(*args: Any, rounding_key: Any = None, **kwargs: Any) -> Any:
-        adapter = find.for_arguments((*args, *kwargs.values()))
+    def compress(self, target: object) -> Any:
+        if isinstance(target, types.MethodType) and find.for_state(target.__self__):
+            method = self._compress_function(target.__func__)
+            return functools.partial(method, target.__self__)  # an argument as others
+        adapter = find.for_target(target)
         if adapter is not None:
-            method = adapter.compress_method(f, policy, static_argnums)
-            return method(*args, rounding_key=rounding_key, **kwargs)
-        describe = arguments(f, args, kwargs, activations, static_argnums)
-        return call_compressed(
-            f, args, kwargs, describe, policy, seed_from(rounding_key)
-        )
+            if self.activations is not None:
+                name = getattr(target, "__name__", type(target).__name__)
+                raise ValueError(
+                    f"compress({name}, activations={self.activations!r}): activations "
+                    "is for plain functions. The call arguments of a module are its "
+                    "activations, its variables are not."
+                )
+            return adapter.compress(target, self.policy, self.static_argnums)
+        if isinstance(target, type):
+            raise TypeError(
+                f"compress({target.__name__}): a class that is no Flax module: "
+                "decorate its `__call__`, by @jaxact.compress(activations='x')."
+            )
+        if not callable(target):
+            raise TypeError(
+                f"compress of a value of type {type(target).__name__}: a Flax module "
+                "class, an NNX module or a function is required."
+            )
+        return self._compress_function(target)
 
-    return compressed
+    def _compress_function(self, f: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(f)
+        def compressed(
+            *args: object, rounding_key: jax.Array | None = None, **kwargs: object
+        ) -> Any:
+            static = self.static_argnums
+            adapter = find.for_arguments((*args, *kwargs.values()))
+            if adapter is not None:
+                method = adapter.compress_method(f, self.policy, static)
+                return method(*args, rounding_key=rounding_key, **kwargs)
+            describe = arguments(f, args, kwargs, self.activations, static)
+            seed = seed_from(rounding_key)
+            return call_compressed(f, args, kwargs, describe, self.policy, seed)
+
+        return compressed
+
+
+def _wrong_policy(policy: object) -> str:
+    kind = type(policy).__name__
+    if callable(getattr(policy, "policy", None)):
+        return (
+            f"compress(policy=...) got an {kind}; a jaxact.Policy is required. Write "
+            "policy=allocation.policy()."
+        )
+    return (
+        f"compress(policy={policy!r}): a jaxact.Policy is required. For bits write "
+        "Policy(bits=2), for a jax.checkpoint policy Policy(recompute=...)."
+    )

@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 
-from jaxact._codec import Action, Bias
+from jaxact._codec import Action, Bias, Codec
 from jaxact._residual import Residual
 
 
@@ -38,9 +38,12 @@ class Remark(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """What becomes of one residual.
+    """The action for one residual, and the reason.
 
     Attributes:
+      reason: why it has this action.
+      bias: the bias that this leaves in the gradient.
+      remarks: for tables.
       rule: index of the policy's rule that decided, if one did.
       declined: why the chosen action could not store it; '' where it could.
     """
@@ -52,6 +55,12 @@ class Decision:
     bias: Bias = Bias.EXACT
     declined: str = ""
     remarks: tuple[Remark, ...] = ()
+
+    @property
+    def codec(self) -> Codec:
+        """The action, of a residual that is stored."""
+        assert isinstance(self.action, Codec), f"{self.action} stores nothing"
+        return self.action
 
     @property
     def why(self) -> str:

@@ -2,37 +2,35 @@
 
 import dataclasses
 import fnmatch
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax.numpy as jnp
 
-from jaxact._codec import (
-    Action,
-    Bias,
-    Bitmask,
-    DualPrecision,
-    Exact,
-    Offload,
-    PerSample,
-    Quantize,
-    codec_of,
-    is_stored_exactly,
-)
+from jaxact import _codec
+from jaxact._codec import Action, Bias, Bitmask, Exact, Offload, Quantize
+from jaxact._codec.checks import checked_bits, checked_dtype, checked_int
 from jaxact._decision import Decision, Reason
 from jaxact._residual import Residual
 
 # A residual at least this many times smaller than the largest of its call is a
 # statistic (a row sum, a maximum, an inverse deviation): keeping it costs under 4 %
-# and quantizing it ruins the gradient (relative error 23 instead of 0.19 on an 8-layer
+# and quantizing it ruins the gradient (relative error 23, not 0.19, on an 8-layer
 # transformer at two bits).
 SMALL_FRACTION = 32
 # Below this many elements a group's scale and zero point cost as much as they save.
 SMALL_SIZE = 64
-# Below this width an exponential, such as the numerators of a softmax, gets one bit
-# more: most of them are near zero, far below a step (examples/README.md has what
-# training loses).
+# Below this width an exponential, such as a softmax's numerators, gets one bit more:
+# most are near zero, far below a step (examples/README.md has the loss in training).
 EXPONENTIAL_BITS = 4
+# Conditions that are text, with an example for messages.
+_EXAMPLES = {
+    "key": "Net/block0/mlp_up",
+    "name": "mlp_*",
+    "path": "mlp/*",
+    "primitive": "dot_general",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,18 +38,26 @@ class Rule:
     """Apply `action` to the residuals that meet every given condition.
 
     Attributes:
-      action: what to do with them.
-      key: exactly one residual's, as `Residual.key` and the rows of tables have it.
-      name: glob on the `checkpoint_name`, also of what is derived from the residual.
+      action: the action for them.
+      key: `Residual.key`, which a table's rows have too; it names a single residual.
+      name: glob on the `checkpoint_name`: the residual's own, or that given to a value
+        derived from it.
       path: glob on the module path, or on any tail of it: `mlp/*` matches
         `Net/block0/mlp/up`.
       primitive: name of the primitive that computed the residual.
-      dtype: of the residual.
-      min_bytes: least size, in bytes, of the residual uncompressed.
+      dtype: the residual's, as `jnp.bfloat16` or 'bfloat16'.
+      min_bytes: least size, in bytes, of the uncompressed residual.
       where: predicate on a `Residual`.
 
+    A rule without `path` and `key` that matches nothing is warned about. One with
+    either is not, as it may be meant for another module with the same policy; the
+    table that `jaxact.residuals` prints lists all rules that matched nothing.
+
     Raises:
-      TypeError: `action` is not an action such as Quantize(4) or Exact().
+      TypeError: `action` is not an action such as Quantize(4) or Exact(); `key`,
+        `name`, `path` or `primitive` is not a str; `dtype` is not a dtype; `where`
+        cannot be called.
+      ValueError: `min_bytes` is not an integer, or negative.
     """
 
     action: Action
@@ -66,8 +72,24 @@ class Rule:
 
     def __post_init__(self) -> None:
         _require_action("Rule(action=...)", self.action)
+        for argument, example in _EXAMPLES.items():
+            value = getattr(self, argument)
+            if value is not None and not isinstance(value, str):
+                raise TypeError(
+                    f"Rule({argument}={value!r}): a str is required, such as "
+                    f"{argument}={example!r}."
+                )
         if self.dtype is not None:
-            object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
+            dtype = checked_dtype("Rule(dtype=", self.dtype)
+            object.__setattr__(self, "dtype", dtype)
+        if self.min_bytes is not None:
+            min_bytes = checked_int(
+                self.min_bytes,
+                range(1 << 62),
+                f"Rule(min_bytes={self.min_bytes!r}): a number of bytes is required, "
+                "an integer of at least 0. For 1 MiB write min_bytes=2**20.",
+            )
+            object.__setattr__(self, "min_bytes", min_bytes)
         if self.where is not None and not callable(self.where):
             raise TypeError(
                 f"Rule(where={self.where!r}): a function of a Residual is required."
@@ -97,14 +119,19 @@ class Policy:
     that would round them.
 
     Attributes:
-      bits: of the default codec, `Quantize(bits)`. Below 4, exponentials (softmax)
+      bits: for the default codec, `Quantize(bits)`. Below 4, exponentials (softmax)
         get one more.
       rules: each a `Rule`; the first that matches decides.
-      recompute: a `jax.checkpoint` policy. What it saves is stored, through a codec;
-        the rest is recomputed in the backward pass. None: jaxact's own choice of what
-        to store, small and unbiased (`jaxact._form`); with default=Exact(), every
-        residual of `jax.vjp`.
-      default: the action for what no rule matches, applied to all that it can store.
+      recompute: a `jax.checkpoint` policy. The values that it saves are stored, through
+        a codec; the others are recomputed in the backward pass. None: jaxact chooses
+        few values from which the gradient is unbiased (`jaxact._form`); with
+        default=Exact(), it stores every residual that `jax.vjp` has.
+      default: the action where no rule matches, for every residual that it can store.
+
+    Raises:
+      ValueError: `bits` is not an integer from 1 to 8.
+      TypeError: `rules` is not a tuple of rules, `default` no action, or `recompute` no
+        function.
 
     Example:
       >>> import jaxact
@@ -119,8 +146,13 @@ class Policy:
     default: Action | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "bits", checked_bits("Policy", self.bits))
+        if not isinstance(self.rules, Iterable):  # a Rule is none
+            raise TypeError(
+                f"Policy(rules={self.rules!r}): a tuple of rules is required: "
+                "rules=(Rule(...),)."
+            )
         object.__setattr__(self, "rules", tuple(self.rules))
-        Quantize(self.bits)  # validates
         for rule in self.rules:
             if not isinstance(rule, Rule):
                 raise TypeError(
@@ -157,7 +189,7 @@ class Policy:
         """The action for a residual.
 
         Args:
-          largest: elements of the largest residual of its call.
+          largest: elements in the largest residual of its call.
           statistic: keep it exact unless a rule says otherwise.
         """
         for index, rule in enumerate(self.rules):
@@ -167,7 +199,7 @@ class Policy:
         is_float = jnp.issubdtype(residual.dtype, jnp.floating)
         spared = is_float and (statistic or small)
         is_mask = residual.dtype == jnp.bool_
-        is_lossless = self.default is not None and is_stored_exactly(self.default)
+        is_lossless = self.default is not None and self.default.is_lossless
         if self.default is not None and (is_lossless or not (spared or is_mask)):
             return _apply(self.default, residual, Reason.DEFAULT)
         if is_mask:
@@ -187,19 +219,8 @@ def _apply(
 ) -> Decision:
     declined = action.declines(residual.shape, residual.dtype)
     if declined is None:
-        return Decision(residual, action, reason, rule, bias_of(action))
+        return Decision(residual, action, reason, rule, action.bias)
     return Decision(residual, Exact(), reason, rule, declined=declined)
-
-
-def bias_of(action: Action) -> Bias:
-    """What an action leaves of a residual that enters the gradient as a factor."""
-    if is_stored_exactly(action):
-        return Bias.EXACT
-    codec = codec_of(action)
-    is_unbiased = isinstance(codec, DualPrecision | PerSample)
-    if isinstance(codec, Quantize):
-        is_unbiased = codec.stochastic
-    return Bias.UNBIASED if is_unbiased else Bias.BIASED
 
 
 def _matches_any(residual: Residual, pattern: str) -> bool:
@@ -213,10 +234,45 @@ def _matches_tail(path: str, pattern: str) -> bool:
     return any(fnmatch.fnmatch(tail, pattern) for tail in tails)
 
 
-def _require_action(place: str, action: Any) -> None:
+def _require_action(argument: str, action: object) -> None:
+    """Refuse all but an action that keeps the contract.
+
+    Raises:
+      TypeError: not an action, or one without a bias, bits or a hash.
+    """
+    name = type(action).__name__
     if not isinstance(action, Action):
         raise TypeError(
-            f"{place} takes an action, not {action!r}. Actions are Exact(), "
-            "Quantize(bits), DualPrecision(bits), PerSample(bits), Bitmask(), "
-            "Cast(dtype), Recompute() and Offload(codec)."
+            f"{argument} takes an action, not {action!r}. Actions are {_actions()}; "
+            "to write another, see jaxact.Codec."
         )
+    if not isinstance(getattr(action, "bias", None), Bias):
+        raise TypeError(
+            f"{argument} takes an action that says how its rounding biases a gradient, "
+            f"and {name} does not. Write `bias = jaxact.Bias.UNBIASED` (or BIASED, or "
+            "EXACT) in the class."
+        )
+    if not hasattr(action, "bits"):
+        raise TypeError(
+            f"{argument} takes an action with the bits of a stored element, and {name} "
+            "has none. Write `bits = 8`, or `bits = None` if it does not round."
+        )
+    try:
+        hash(action)
+    except TypeError:
+        raise TypeError(
+            f"{argument} takes an action that can be hashed, and {name} cannot. Write "
+            "@dataclasses.dataclass(frozen=True) above the class, with fields that are "
+            "hashable too."
+        ) from None
+
+
+def _actions() -> str:
+    """Every action, with its first field: 'Exact(), Quantize(bits) and ...'."""
+    calls = []
+    for value in vars(_codec).values():
+        is_action = isinstance(value, type) and issubclass(value, Action)
+        if is_action and not inspect.isabstract(value):
+            fields = [f.name for f in dataclasses.fields(value)]  # type: ignore[arg-type]
+            calls.append(f"{value.__name__}({', '.join(fields[:1])})")
+    return f"{', '.join(calls[:-1])} and {calls[-1]}"

@@ -1,7 +1,7 @@
-"""One call of the user's function, as a function of flat arrays.
+"""One call of the user's function, as a function from flat arrays to flat arrays.
 
-The function is traced exactly once. What it closes over, tracers of outer
-transformations included, becomes an explicit argument, because `custom_vjp` refuses
+The function is traced exactly once. Values that it closes over, outer transformations'
+tracers included, become explicit arguments, because `custom_vjp` refuses
 closures over tracers. Values that are not arrays stay the Python values they are.
 """
 
@@ -9,7 +9,7 @@ import dataclasses
 import enum
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +17,20 @@ import numpy as np
 from jax import core
 
 from jaxact._jaxpr.compat import open_jaxpr
+from jaxact._jaxpr.types import Array, Jaxpr, Var
+
+# A call's arguments, by name or position.
+Names: TypeAlias = str | int | Sequence[str | int]
+# From a function's flat outputs to its result.
+Rebuild: TypeAlias = Callable[[Sequence[Array]], Any]
 
 
 class Kind(enum.Enum):
-    """What an argument is to the transform."""
+    """The part that an argument has in the transform."""
 
-    PARAMETER = "parameter"  # referenced; neither it nor what is made of it is stored
+    PARAMETER = "parameter"  # referenced; neither it nor values made from it are stored
     ACTIVATION = "activation"  # may be stored through a codec
-    UNKNOWN = "unknown"  # referenced, but what is computed from it may be stored
+    UNKNOWN = "unknown"  # referenced, but values computed from it may be stored
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,23 +39,24 @@ class Flat:
 
     Attributes:
       jaxpr: its constants and inputs together are the inputs.
-      kinds: what each input is.
-      paths: what tables call each input.
-      owners: which argument of the call each input belongs to.
+      kinds: each input's.
+      paths: each input's name in tables.
+      owners: each input's argument, as its number in the call; -1 if closed over.
     """
 
-    jaxpr: Any
+    jaxpr: Jaxpr
     kinds: tuple[Kind, ...]
     paths: tuple[str, ...]
     owners: tuple[int, ...]
 
-    def __call__(self, *values: Any) -> list[Any]:
+    def __call__(self, *values: Array) -> list[Any]:
         num_consts = len(self.jaxpr.constvars)
         consts, inputs = values[:num_consts], values[num_consts:]
-        return core.eval_jaxpr(self.jaxpr, consts, *inputs)
+        jaxpr: Any = self.jaxpr
+        return core.eval_jaxpr(jaxpr, consts, *inputs)
 
     @property
-    def invars(self) -> list[Any]:
+    def invars(self) -> list[Var]:
         return [*self.jaxpr.constvars, *self.jaxpr.invars]
 
 
@@ -67,33 +74,38 @@ class Argument:
 class Static:
     """A pytree without leaves: carries a Python value past a transformation."""
 
-    value: Any
+    value: object
 
 
-def is_array(x: Any) -> bool:
+def is_array(x: object) -> TypeGuard[jax.Array | np.ndarray | jax.ShapeDtypeStruct]:
     """Whether a leaf is traced; Python scalars stay the constants they are."""
     return isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
 
 
-def is_inexact(x: Any) -> bool:
+def is_inexact(x: Array) -> bool:
     """Whether a value can have a gradient."""
     return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
 
+def as_tuple(names: Names) -> tuple[str | int, ...]:
+    """One name or position, or several, as a tuple."""
+    return (names,) if isinstance(names, str | int) else tuple(names)
+
+
 def trace(
     f: Callable[..., Any],
-    args: Sequence[Any],
+    args: Sequence[object],
     kwargs: dict[str, Any],
     describe: Sequence[Argument],
-) -> tuple[Flat, list[Any], Callable[[Sequence[Any]], Any]]:
+) -> tuple[Flat, list[jax.Array], Rebuild]:
     """Trace `f(*args, **kwargs)` once.
 
     Args:
-      describe: one `Argument` for each of `args`, then for each of `kwargs`.
+      describe: an `Argument` for each in `args`, then for each in `kwargs`.
 
     Returns:
-      The flat function, the values of its inputs, and what rebuilds the result of `f`
-      from the flat outputs.
+      The flat function, its inputs' values, and a function from its outputs to the
+      result of `f`.
     """
     values = [
         Static(v) if d.is_static else v
@@ -105,7 +117,7 @@ def trace(
     num_args = len(args)
     result: dict[str, Any] = {}
 
-    def on_arrays(*arrays: Any) -> list[Any]:
+    def on_arrays(*arrays: jax.Array) -> list[Any]:
         full = list(leaves)
         for i, array in zip(dynamic, arrays, strict=True):
             full[i] = array
@@ -118,7 +130,7 @@ def trace(
         result["static"] = [None if is_array(x) else (x,) for x in out]
         return [x for x in out if is_array(x)]
 
-    arrays = [leaves[i] for i in dynamic]
+    arrays: list[Any] = [leaves[i] for i in dynamic]
     closed = jax.make_jaxpr(on_arrays)(*arrays)
     jaxpr, consts = open_jaxpr(closed)
     flat = Flat(
@@ -128,18 +140,19 @@ def trace(
         (-1,) * len(consts) + tuple(owners[i] for i in dynamic),
     )
 
-    def rebuild(outputs: Sequence[Any]) -> Any:
-        rest = iter(outputs)
-        out = [next(rest) if s is None else s[0] for s in result["static"]]
+    def rebuild(outputs: Sequence[Array]) -> Any:
+        arrays = iter(outputs)
+        out = [next(arrays) if s is None else s[0] for s in result["static"]]
         return jax.tree.unflatten(result["tree"], out)
 
-    return flat, [*consts, *arrays], rebuild
+    inputs: list[Any] = [*consts, *arrays]
+    return flat, inputs, rebuild
 
 
 def _label(
-    values: Sequence[Any], describe: Sequence[Argument]
+    values: Sequence[object], describe: Sequence[Argument]
 ) -> tuple[list[str], list[Kind], list[int]]:
-    """Label, kind and argument number of every leaf."""
+    """Every leaf's label, kind and argument number."""
     labels, kinds, owners = [], [], []
     for number, (argument, value) in enumerate(zip(describe, values, strict=True)):
         for path, _ in jax.tree_util.tree_flatten_with_path(value)[0]:
@@ -150,24 +163,25 @@ def _label(
 
 
 def arguments(
-    f: Callable[..., Any],
-    args: Sequence[Any],
+    f: Callable[..., object],
+    args: Sequence[object],
     kwargs: dict[str, Any],
-    activations: Any,
-    static_argnums: Sequence[int],
+    activations: Names | None,
+    static_argnums: Names,
 ) -> list[Argument]:
-    """Describe the arguments of a plain function call.
+    """Describe a plain function call's arguments.
 
     Raises:
       ValueError: `activations` or `static_argnums` name an argument that the call
         does not have.
     """
-    positional, keyword = _names(f)
-    rest = [f"args[{i}]" for i in range(len(positional), len(args))]
-    labels = [*(positional + rest)[: len(args)], *kwargs]
+    positional, keyword = _parameters(f)
+    unnamed = [f"args[{i}]" for i in range(len(positional), len(args))]
+    labels = [*(positional + unnamed)[: len(args)], *kwargs]
     known = list(dict.fromkeys([*labels, *positional, *keyword]))
-    wanted = None if activations is None else _as_tuple(activations)
-    for a in (*(wanted or ()), *static_argnums):
+    wanted = None if activations is None else as_tuple(activations)
+    static = as_tuple(static_argnums)
+    for a in (*(wanted or ()), *static):
         if a not in known and a not in range(-len(args), len(known)):
             raise ValueError(
                 f"activations or static_argnums: {a!r} is no argument of "
@@ -175,24 +189,22 @@ def arguments(
                 "Give names or positions of its arguments."
             )
 
-    def described(place: int, label: str) -> Argument:
-        at = positional.index(label) if label in positional else place
-        called = {label, at} | ({place - len(args)} if place < len(args) else set())
-        is_static = bool(called & set(static_argnums))
+    def described(number: int, label: str) -> Argument:
+        position = positional.index(label) if label in positional else number
+        names = {label, position}
+        if number < len(args):
+            names.add(number - len(args))
+        is_static = not names.isdisjoint(static)
         if wanted is None:
             return Argument(label, Kind.UNKNOWN, is_static)
-        chosen = bool(called & set(wanted))
-        return Argument(label, Kind.ACTIVATION if chosen else Kind.PARAMETER, is_static)
+        kind = Kind.PARAMETER if names.isdisjoint(wanted) else Kind.ACTIVATION
+        return Argument(label, kind, is_static)
 
     return [described(i, label) for i, label in enumerate(labels)]
 
 
-def _as_tuple(x: Any) -> tuple[Any, ...]:
-    return (x,) if isinstance(x, str | int) else tuple(x)
-
-
-def _names(f: Callable[..., Any]) -> tuple[list[str], list[str]]:
-    """Names of the positional and of the keyword-only parameters."""
+def _parameters(f: Callable[..., object]) -> tuple[list[str], list[str]]:
+    """The positional and the keyword-only parameters' names."""
     try:
         parameters = inspect.signature(f).parameters.values()
     except (TypeError, ValueError):  # builtins have no signature

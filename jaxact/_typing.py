@@ -1,4 +1,4 @@
-"""What `compress` takes and returns, for type checkers: nothing here runs."""
+"""The targets and results of `compress`, for type checkers: nothing here runs."""
 
 from collections.abc import Callable
 from typing import Any, ParamSpec, Protocol, Self, TypeVar, overload
@@ -11,9 +11,9 @@ R = TypeVar("R")
 
 
 class Instance(Protocol):
-    """An instance of an NNX module, told from a function by a method of its own."""
+    """An NNX module instance, told from a function by its own method."""
 
-    def sow(self, *args: Any, **kwargs: Any) -> Any: ...
+    def sow(self, variable_type: type | str, name: str, value: Any) -> bool: ...
 
 
 M = TypeVar("M", bound=Instance)
@@ -33,9 +33,11 @@ class Compressed(Protocol[P, R]):
     ) -> R: ...
 
     @overload
-    def __get__(self, instance: None, owner: Any = None) -> Self: ...
+    def __get__(self, instance: None, owner: type | None = None) -> Self: ...
     @overload
-    def __get__(self, instance: Any, owner: Any = None) -> Callable[..., R]: ...
+    def __get__(
+        self, instance: object, owner: type | None = None
+    ) -> Callable[..., R]: ...
 
 
 class Compress(Protocol):

@@ -1,40 +1,40 @@
-"""The policies of four papers, and what to save under an outer `jax.checkpoint`.
+"""The policies in four papers, and policies for an outer `jax.checkpoint`.
 
 A preset is a plain `Policy`: print it, compare it, extend it by `dataclasses.replace`.
-With `measured`, a `jaxact.Sensitivity`, each measured residual has bits of its own.
+With `measured`, a `jaxact.Sensitivity`, each measured residual has its own bits.
 """
 
 import dataclasses
 import math
 
-from jaxact._bits.allocate import LADDER, action_of, allocate
-from jaxact._bits.cost import Sensitivity, levels_variance
-from jaxact._bits.worst_case import (
-    Consumer as Consumer,
-    acgc_worst_case as acgc_worst_case,
-    stochastic_bits as stochastic_bits,
-)
+from jaxact._bits.cost import NORMAL_GROUP, Sensitivity, levels_variance
+from jaxact._bits.greedy import LADDER, allocate
+from jaxact._bits.widths import ACTIONS, EXACT
+from jaxact._bits.worst_case import Consumer, acgc_worst_case, stochastic_bits
 from jaxact._checkpoint_policies import (
-    PACKED_NAME as PACKED_NAME,
-    SaveEither as SaveEither,
-    SavePacked as SavePacked,
-    save_packed as save_packed,
+    PACKED_NAME,
+    SaveEither,
+    SavePacked,
+    save_packed,
 )
-from jaxact._codec import Action, DualPrecision, Exact, Offload, PerSample
+from jaxact._codec import Codec, DualPrecision, Exact, Offload, PerSample
 from jaxact._policy import Policy, Rule
 from jaxact._residual import Residual
 
-_ACTNN_LEVELS = {
-    0: "exact",
-    1: "4 bits, what BatchNorm normalizes exact",
-    2: "4 bits",
-    3: "2 bits on average",
-    4: "as level 3, in host memory",
-    5: "as level 4",
-}
-# Rounding normal values to b bits adds a variance of this much times S(b): the mean of
-# R^2 / 6 over groups of 256 with range R.
-_NORMAL_GROUP = 5.38
+__all__ = [
+    "PACKED_NAME",
+    "Consumer",
+    "IsNormalized",
+    "SaveEither",
+    "SavePacked",
+    "acgc",
+    "acgc_worst_case",
+    "actnn",
+    "division",
+    "gact",
+    "save_packed",
+    "stochastic_bits",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,29 +46,55 @@ class IsNormalized:
         return residual.is_normalized
 
 
+# A network without BatchNorm is no mistake: rules with a path do not warn.
+_EXACT_NORMS = Rule(Exact(), path="*", where=IsNormalized())
+# ActNN's levels with fixed bits, and their text for messages.
+_FIXED_LEVELS = {
+    0: ("exact", Policy(default=Exact())),
+    1: ("4 bits, BatchNorm's normalized input exact", Policy(4, rules=(_EXACT_NORMS,))),
+    2: ("4 bits", Policy(4)),
+}
+
+
+def _per_sample(bits: int) -> Codec:
+    return PerSample(float(bits)) if bits <= 8 else Exact()
+
+
+def _per_sample_in_host_memory(bits: int) -> Codec:
+    return Offload(_per_sample(bits))
+
+
+# ActNN's levels with bits to share out: text, and the action for an average.
+_SHARED_LEVELS = {
+    3: ("2 bits on average", _per_sample),
+    4: ("as level 3, in host memory", _per_sample_in_host_memory),
+    5: ("as level 4", _per_sample_in_host_memory),
+}
+
+
 def actnn(level: int = 3, *, measured: Sensitivity | None = None) -> Policy:
     """ActNN's levels (Chen et al. 2021, arXiv:2104.14129).
 
-    0: exact. 1: 4 bits, and what BatchNorm normalizes exact. 2: 4 bits. 3: 2 bits on
-    average, shared out over the samples of each residual, and over residuals where
-    `measured` says what each costs. 4: as 3, in host memory. 5: as 4; it adds
-    defragmentation, which XLA has no need of: it plans memory when it compiles.
+    0: exact. 1: 4 bits, and BatchNorm's normalized input exact. 2: 4 bits. 3: 2 bits on
+    average, shared out over each residual's samples, and with `measured` over
+    residuals by their cost. 4: as 3, in host memory. 5: as 4; ActNN adds
+    defragmentation, which XLA does not need: it plans memory when it compiles.
 
-    What differs. A level is a value, no global setting; none is changed by another.
+    Differences. A level is a value, no global setting; none is changed by another.
     Masks take one bit and small statistics, integers and keys stay exact at every
     level. All differentiable operations are compressed, not listed layers. One array
-    serves BatchNorm, ReLU and the next convolution, so level 1 keeps exactly what all
-    three read. BatchNorm has bits of its own, not those of the convolution before it.
+    serves BatchNorm, ReLU and the next convolution, so level 1 keeps it exactly for
+    all three. BatchNorm has its own bits, not those for the convolution before it.
     Before anything is measured every residual has the same bits, where ActNN gave some
     samples 8 bits and most 1.
 
     Args:
       level: 0 to 5.
-      measured: levels 3 to 5: costs that 1 to 8 bits, 2 on average, are allocated by.
+      measured: levels 3 to 5: costs by which 1 to 8 bits, 2 on average, are allocated.
 
     Raises:
-      ValueError: another level, or one that `measured` does not apply to; what
-        `allocate` raises.
+      ValueError: another level, or one that `measured` does not apply to; as
+        `allocate`.
 
     Example:
       >>> actnn(2)
@@ -76,23 +102,19 @@ def actnn(level: int = 3, *, measured: Sensitivity | None = None) -> Policy:
       >>> actnn(0).default
       Exact()
     """
-    if isinstance(level, bool) or level not in list(_ACTNN_LEVELS):
-        levels = "; ".join(f"{n}: {what}" for n, what in _ACTNN_LEVELS.items())
+    texts = {n: text for n, (text, _) in (_FIXED_LEVELS | _SHARED_LEVELS).items()}
+    if isinstance(level, bool) or level not in list(texts):
+        levels = "; ".join(f"{n}: {text}" for n, text in texts.items())
         raise ValueError(f"actnn({level!r}): a level is required. {levels}.")
-    if level < 3:
+    if level in _FIXED_LEVELS:
         if measured is not None:
             raise ValueError(
                 f"actnn({level}, measured=...): levels 0 to 2 have fixed bits. Use "
                 "level 3, 4 or 5, or gact(bits, measured=...)."
             )
-        # A network without BatchNorm is no mistake: rules with a path do not warn.
-        exact_norms = Rule(Exact(), path="*", where=IsNormalized())
-        return (
-            Policy(default=Exact()),
-            Policy(bits=4, rules=(exact_norms,)),
-            Policy(bits=4),
-        )[int(level)]
-    action = _per_sample if level == 3 else _per_sample_in_host_memory
+        _, policy = _FIXED_LEVELS[level]
+        return policy
+    _, action = _SHARED_LEVELS[level]
     base = Policy(default=action(2))
     if measured is None:
         return base
@@ -105,18 +127,19 @@ def gact(bits: float = 4, *, measured: Sensitivity | None = None) -> Policy:
     Without `measured`, the same bits everywhere: GACT before its first adaptation.
     With it, bits that average `bits` and add the least gradient variance.
 
-    What differs. Bits of any width, not of 1, 2, 4, 8 and 32: the start is `bits`
+    Differences. Any width, not only 1, 2, 4, 8 and 32 bits: the start is `bits`
     rounded up, and a budget of 3 is used in full. Residuals have their keys by path,
-    not by call order, so a branch that runs late changes none of the others. Scales are
+    not by call order, so a branch that runs late changes no other key. Scales are
     bfloat16, half of GACT's cost. Adapt with `jaxact.reallocate`, which changes bits
     only where it pays.
 
     Args:
       bits: per element, on average, without scales and zero points: above 0, at most 8.
-      measured: costs that the bits are allocated by; the rest is stored at `bits`.
+      measured: costs by which the bits are allocated; residuals without a row are
+        stored at `bits`, rounded up.
 
     Raises:
-      ValueError: bits out of range; what `allocate` raises.
+      ValueError: bits out of range; as `allocate`.
 
     Example:
       >>> gact(3.5)
@@ -134,9 +157,9 @@ def gact(bits: float = 4, *, measured: Sensitivity | None = None) -> Policy:
 def division(bits: int = 2, block: int = 8) -> Policy:
     """DIVISION (Wang et al. 2023, arXiv:2208.04187): block means, and few bits.
 
-    Of each residual the means over blocks, in bfloat16, and what they leave at `bits`.
-    It pays for smooth maps: on 56 x 56 maps of normal values with amplitudes 1 / f^a of
-    the frequency f, squared errors relative to the values are, at 2 bits::
+    Each residual's means over blocks are stored in bfloat16, the remainder at `bits`.
+    It pays for smooth maps: on 56 x 56 maps with normal values whose amplitude at
+    frequency f is 1 / f^a, squared errors relative to the values are, at 2 bits::
 
         a                             0     1      1.5    2
         Quantize(2), 2.1 bits         0.60  0.56   0.48   0.42
@@ -144,14 +167,14 @@ def division(bits: int = 2, block: int = 8) -> Policy:
 
     and nearly the same for both behind a ReLU.
 
-    What differs. Partial blocks at the borders have means of their own (DIVISION
-    stretches whole ones: one mean for all of a 14 x 14 map). Means are stored only
+    Differences. Partial blocks at the borders have their own means (DIVISION
+    stretches whole ones: a single mean for a 14 x 14 map). Means are stored only
     where they pay; elsewhere zeros stay exact, which subtracted means would spoil.
-    What is encoded is decoded with the same scale. Any layer is compressed, and a
-    residual is stored once for all its readers.
+    Encoding and decoding use the same scale. Any layer is compressed, and a residual
+    is stored once for all its readers.
 
     Args:
-      bits: of what the means leave.
+      bits: per element of the remainder.
       block: elements averaged, along each averaged axis.
 
     Example:
@@ -164,29 +187,30 @@ def division(bits: int = 2, block: int = 8) -> Policy:
 def acgc(e2: float = 0.1, *, measured: Sensitivity | None = None) -> Policy:
     """Bits for a bound on the error, AC-GC's idea (Evans and Aamodt, NeurIPS 2021).
 
-    The gradient's second moment grows by at most a factor of 1 + e2, and with it the
-    noise floor of SGD. With `measured`, the fewest bits with which the predicted added
-    variance of all residuals together is at most e2 of the squared gradient. Without,
-    the same bits everywhere: those with which normal values in groups of 256, range R,
-    get a variance R^2 / (6 (2^b - 1)^2) of at most e2 of their own. That is what a
-    weight gradient gets from inputs that average out over positions; others get more::
+    The gradient's second moment grows at most by the factor 1 + e2, and with it SGD's
+    noise floor. With `measured`, the fewest bits with which the variance that all
+    residuals together are predicted to add is at most e2 times the squared gradient.
+    Without, the same bits everywhere: those with which the noise variance
+    R^2 / (6 (2^b - 1)^2) on normal values, in groups of 256 with range R, is at most e2
+    times theirs. A weight gradient gets that much from inputs that average out over
+    positions; others get more::
 
         e2     1   0.3   0.1   0.03   0.01   0.001   0.0001
         bits   2     3     4      4      5       7        8
 
     and bfloat16 down to 3e-6.
 
-    What differs. AC-GC rounds to nearest and bounds the worst case, which asks 6 to 9
+    Differences. AC-GC rounds to nearest and bounds the worst case, which asks 6 to 9
     bits more for convolutions (`acgc_worst_case`, `stochastic_bits` here); the theorem
-    needs errors of zero mean, and those stochastic rounding has. e2 is shared out over
-    all residuals, not granted to each. Widths are one per residual, not per channel.
+    needs zero-mean errors, which stochastic rounding has. e2 is shared out over all
+    residuals, not granted to each. Widths are one per residual, not per channel.
 
     Args:
-      e2: allowed added variance, as a part of the squared gradient.
-      measured: costs that the bits are allocated by.
+      e2: allowed added variance, relative to the squared gradient.
+      measured: costs by which the bits are allocated.
 
     Raises:
-      ValueError: e2 is not positive; what `allocate` raises.
+      ValueError: e2 is not positive; as `allocate`.
 
     Example:
       >>> [acgc(e2).bits for e2 in (1, 0.1, 0.01)]
@@ -197,17 +221,8 @@ def acgc(e2: float = 0.1, *, measured: Sensitivity | None = None) -> Policy:
             f"acgc({e2!r}): a positive fraction of the squared gradient is required, "
             "such as 0.1."
         )
-    widths = (*range(1, 9), 16, 32)
-    bits = next(b for b in widths if _NORMAL_GROUP * levels_variance(b) <= e2)
-    base = Policy(bits) if bits <= 8 else Policy(default=action_of(bits))
+    bits = next(b for b in ACTIONS if NORMAL_GROUP * levels_variance(b) <= e2)
+    base = Policy(bits) if bits <= 8 else Policy(default=ACTIONS[bits])
     if measured is None:
         return base
-    return allocate(measured, e2=e2, ladder=(*LADDER, 32)).policy(base)
-
-
-def _per_sample(bits: int) -> Action:
-    return PerSample(float(bits)) if bits <= 8 else Exact()
-
-
-def _per_sample_in_host_memory(bits: int) -> Action:
-    return Offload(_per_sample(bits))
+    return allocate(measured, e2=e2, ladder=(*LADDER, EXACT)).policy(base)

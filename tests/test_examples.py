@@ -250,7 +250,7 @@ def test_a_range_per_tensor(monkeypatch):
     import ablation
 
     x = jnp.linspace(-3, 5, 16 * 32 * 32).reshape(16, 32, 32)
-    action = ablation.PerTensor(2, ablation.LARGEST_GROUP)
+    action = ablation.PerTensor(2)
     stored = action.encode(x, np.uint32(0))
     decoded = action.decode(stored, x.shape, x.dtype)
     assert len(np.unique(decoded)) == 4  # the levels of one range

@@ -1,10 +1,11 @@
-"""ActNN's ablation: what each of its ideas does to the gradient, at 2 bits.
+"""ActNN's ablation: the effect of each idea on the gradient, at 2 bits.
 
 After Chen et al. 2021 (arXiv:2104.14129), section 5.1: the variance that rounding adds
 to the gradient of a trained residual network, with one range per tensor, with groups of
 256, then with bits shared out over samples, then over layers too.
 """
 
+import dataclasses
 import itertools
 import math
 import statistics
@@ -22,18 +23,30 @@ BATCH = 32
 LARGEST_GROUP = 2**20 - 32
 
 
-class PerTensor(jaxact.Quantize):
+@dataclasses.dataclass(frozen=True)
+class PerTensor(jaxact.Codec):
     """One range for a whole array, for this comparison only.
 
     Quantize never joins samples, so its largest group is one sample. Here the array is
     one row; one of more than `LARGEST_GROUP` elements has several ranges all the same.
     """
 
-    def encode(self, x: jax.Array, seed: jax.Array, is_fused: bool = False) -> Any:
-        return super().encode(x.reshape(1, -1), seed, is_fused)
+    bits: int
+    bias = jaxact.Bias.UNBIASED
+
+    @property
+    def _quantize(self) -> jaxact.Quantize:
+        return jaxact.Quantize(self.bits, LARGEST_GROUP)
+
+    def encode(self, x: jax.Array, seed: jax.Array) -> Any:
+        return self._quantize.encode(x.reshape(1, -1), seed)
+
+    def encode_fused(self, x: jax.Array, seed: jax.Array) -> Any:
+        return self._quantize.encode_fused(x.reshape(1, -1), seed)
 
     def decode(self, stored: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-        return super().decode(stored, (1, math.prod(shape)), dtype).reshape(shape)
+        row = 1, math.prod(shape)
+        return self._quantize.decode(stored, row, dtype).reshape(shape)
 
 
 def policies(measured: Any) -> dict[str, jaxact.Policy]:
@@ -42,8 +55,8 @@ def policies(measured: Any) -> dict[str, jaxact.Policy]:
     groups = default(jaxact.Quantize(2))
     layers = jaxact.allocate(measured, bits=2, ladder=range(1, 9))
     return {
-        "4 bits, a range per tensor": default(PerTensor(4, LARGEST_GROUP)),
-        "2 bits, a range per tensor": default(PerTensor(2, LARGEST_GROUP)),
+        "4 bits, a range per tensor": default(PerTensor(4)),
+        "2 bits, a range per tensor": default(PerTensor(2)),
         "2 bits, a range per sample": default(jaxact.Quantize(2, LARGEST_GROUP)),
         "2 bits, groups of 256": groups,
         "and bits per sample": jaxact.policies.actnn(3),
@@ -53,7 +66,7 @@ def policies(measured: Any) -> dict[str, jaxact.Policy]:
 
 
 def ablation(task: ImageTask, effort: Effort) -> list[dict[str, Any]]:
-    """One row for each policy: the rounding variance, and what it is relative to.
+    """One row for each policy: the rounding variance, and its reference.
 
     The network is trained uncompressed. `variance` is the mean over batches of 32
     images, `spread` its standard error; `variance_ratio` is relative to the variance

@@ -1,4 +1,4 @@
-"""What jaxact costs before the first step: importing, tracing, compiling.
+"""The cost of jaxact before the first step: importing, tracing, compiling.
 
   python examples/benchmarks/cost.py
 

@@ -14,7 +14,7 @@ import numpy
 
 
 def environment() -> dict[str, str]:
-    """What stands beside every result: device, versions, command and date."""
+    """The conditions beside every result: device, versions, command and date."""
     return {
         "device": f"{jax.devices()[0].device_kind} ({platform.machine()})",
         "python": platform.python_version(),

@@ -1,4 +1,4 @@
-"""One training of one variant, and what is measured of it."""
+"""One training of one variant, and its measurements."""
 
 import itertools
 import math
@@ -66,7 +66,7 @@ def run(task: Task, variant: Variant, seed: int, effort: Effort) -> dict[str, An
 
 
 def train(task: Task, variant: Variant, seed: int) -> tuple[State, Keep, float]:
-    """The trained state, what was kept in the end, and the last training loss.
+    """The trained state, the final choice of residuals, and the last training loss.
 
     A variant that measures does so after a tenth of the steps, and half a training
     later.
@@ -85,7 +85,7 @@ def train(task: Task, variant: Variant, seed: int) -> tuple[State, Keep, float]:
 
 
 class Tuner:
-    """What a variant keeps now; a measurement may change it."""
+    """A variant's present choice of residuals; a measurement may change it."""
 
     def __init__(self, variant: Variant):
         self.variant = variant
@@ -125,7 +125,7 @@ def variance(vectors: Iterable[np.ndarray]) -> float:
 def rounding_variance(
     task: Task, keep: Keep, state: State, batch: Any, draws: int
 ) -> float:
-    """What rounding adds to the variance of one batch's gradient."""
+    """The variance that rounding adds to one batch's gradient."""
     gradient = gradient_at(task, keep, state)
     return variance(gradient(batch, seed) for seed in range(draws))
 
@@ -186,7 +186,7 @@ def step_ratio(task: Task, keep: Keep, state: State, batch: Any, steps: int) -> 
 
 
 def sensitivity(task: Task, keep: Keep, state: State, batch: Any) -> Any:
-    """What each residual costs, at these parameters, on a part of one batch.
+    """The cost of each residual, at these parameters, on a part of one batch.
 
     A smaller batch has a noisier gradient, and as much more rounding noise relative to
     its mean: a bound relative to the gradient, as AC-GC's, is kept with some room.

@@ -1,4 +1,4 @@
-"""One way of taking a network's training step, and what is measured of it."""
+"""One way of taking a network's training step, and its measurements."""
 
 import functools
 import statistics
@@ -30,7 +30,7 @@ NUMBERS = (
 
 @dataclass(frozen=True)
 class Effort:
-    """What is measured.
+    """The extent of a measurement.
 
     Attributes:
       steps: that are trained; the first one is not timed. 0: compile, but run nothing.
@@ -44,7 +44,7 @@ class Effort:
 
 
 class State(struct.PyTreeNode):
-    """What a training step changes."""
+    """The values that a training step changes."""
 
     params: Any
     statistics: Any
@@ -105,20 +105,20 @@ def in_pieces(gradient: Callable[..., Any], pieces: int) -> Callable[..., Any]:
 
 @functools.lru_cache(maxsize=1)
 def uncompressed(network: str) -> Trainer:
-    """What the other ways of this network are compared with, compiled once."""
+    """The reference of this network's other ways, compiled once."""
     return Trainer(NETWORKS[network], BASE)
 
 
 def measure(network: str, way: str, effort: Effort) -> Record:
     """One row of the results.
 
-    What a part of the measurement raises is a result too: the row then has None, and
+    An error in a part of the measurement is a result too: the row then has None, and
     the message under `why`.
 
     Returns:
       flops: of a step's matrix products and convolutions.
-      temp_bytes, target_bytes: what the step compiled for this machine, and for the
-        target, allocates besides its arguments and results.
+      temp_bytes, target_bytes: allocated by the step compiled for this machine, and
+        for the target, besides its arguments and results.
       peak_bytes: the most that the device had allocated, arguments included. It counts
         over the life of a process, so this must be the first row that one measures.
         None: the device does not count.

@@ -19,7 +19,7 @@ SAVE = jax.checkpoint_policies
 
 @dataclass(frozen=True)
 class Way:
-    """What becomes of a network's blocks, and of the step around them.
+    """A way to take a step: how its network's blocks are wrapped, and how it is cut.
 
     Attributes:
       block: maps a block, a Linen class or a function of parameters and activations, to
@@ -35,7 +35,7 @@ class Way:
 
 
 def checkpoint(block: Any, policy: Callable[..., Any] | None = None) -> Any:
-    """The block with what `policy` does not save computed again; without one, all."""
+    """The block, recomputing all that `policy` does not save; without one, all."""
     if not isinstance(block, type):
         # Inside a scan nothing is there to be shared with the first computation.
         return jax.checkpoint(block, policy=policy, prevent_cse=False)

@@ -6,7 +6,7 @@
   python examples/benchmarks/systems.py --small
 
 The systems of the papers are jaxact's presets of them (`jaxact.policies`): their rules
-for bits, on jaxact's own choice of what to store; see each preset for what differs.
+for bits, on jaxact's own choice of residuals; each preset lists the differences.
 A seed fixes the initial parameters and the order of the data, the same for every
 variant. With `--resume FILE` each finished training adds a line to FILE, and those that
 FILE has are not repeated. `--save` writes results/systems.json and results/systems.png.
@@ -41,7 +41,7 @@ COLUMNS = {
     "rounding": "variance_ratio",
 }
 NOTE = """\
-mean ± standard deviation over seeds; bits: per element of what is compressed, scales
+mean ± standard deviation over seeds; bits: per compressed element, scales
 included; stored: all residuals; temp: of the compiled step; step: time, uncompressed
 is 1; rounding: the gradient variance it adds, the variance between batches is 1"""
 
@@ -83,9 +83,9 @@ def mean_and_spread(values: Sequence[float]) -> tuple[float, float]:
 
 
 def summary(records: Sequence[Record]) -> list[Record]:
-    """One row for each task and variant: means over seeds, of what was measured.
+    """One row for each task and variant: means over seeds of its measurements.
 
-    `lost` is what the uncompressed network scores better with the same seed.
+    `lost` is by how much the uncompressed network scores better with the same seed.
     """
     rows = []
     base = {(r["task"], r["seed"]): r for r in records if r["variant"] == BASE}
@@ -129,7 +129,7 @@ def table_of(task: str, rows: Sequence[Record]) -> Table:
 
 
 def plot(rows: Sequence[Record], path: Path) -> None:
-    """What training loses against what it stores; a panel for each task."""
+    """The loss in score against the stored bytes; a panel for each task."""
     from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
 
     tasks = list(dict.fromkeys(row["task"] for row in rows))

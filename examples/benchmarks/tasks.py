@@ -29,13 +29,13 @@ from models.gnn import GAT, GCN
 from models.gpt import GPT
 from models.resnet import Block, ResNet
 
-# What a block keeps for its backward pass: all that JAX keeps, only its inputs
-# (jax.checkpoint), or what a policy says.
+# The residuals that a block keeps: all that JAX keeps, only its inputs
+# (jax.checkpoint), or by a policy.
 Keep = Literal["all", "inputs"] | jaxact.Policy
 
 
 class State(struct.PyTreeNode):
-    """What training changes."""
+    """The values that training changes."""
 
     params: Any
     statistics: Any
@@ -47,7 +47,7 @@ class Task(abc.ABC):
 
     Attributes:
       name: of the network and of the data, with the number of steps.
-      metric: what `score` returns.
+      metric: the quantity that `score` returns.
       sign: 1 where a larger score is better, else -1.
       optimizer, num_steps: of one training.
     """
@@ -82,10 +82,10 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def score(self, state: State) -> float:
-        """How good the network is, on what it did not learn from."""
+        """How good the network is, on data that it did not learn from."""
 
     def part(self, batch: Any) -> Any:
-        """What is enough of a batch to measure sensitivities on: 8 samples, as GACT."""
+        """The part of a batch to measure sensitivities on: 8 samples, as GACT."""
         return jax.tree.map(lambda x: x[:8], batch)
 
     def init(self, seed: int) -> State:
@@ -107,7 +107,7 @@ class Task(abc.ABC):
         return jax.jit(jax.value_and_grad(self.loss(keep), has_aux=True))
 
     def _residuals(self, keep: Keep) -> list[Any]:
-        """What the loss keeps when only the parameters are differentiated: rows."""
+        """The residuals of the loss differentiated by the parameters alone: rows."""
         loss, state = self.loss(keep), self.init(0)
 
         def value(*args: Any) -> Any:
@@ -253,8 +253,8 @@ class TextTask(Task):
 class GraphTask(Task):
     """A network on one graph; scored by the accuracy on nodes it does not learn from.
 
-    A batch is the graph and 64 of the labelled nodes, drawn anew for each step: what
-    the variance between batches is measured over.
+    A batch is the graph and 64 of the labelled nodes, drawn anew for each step. The
+    variance between batches is over these draws.
     """
 
     metric, sign = "test accuracy, %", 1

@@ -160,7 +160,7 @@ TASKS = {"text": TextTask, "images": ImageTask}
 
 
 def only(primitive: str) -> jaxact.Policy:
-    """Two bits for what this primitive computes; everything else exact."""
+    """Two bits for the results of this primitive; everything else exact."""
     exact = jaxact.Rule(jaxact.Exact(), where=lambda r: r.primitive != primitive)
     return jaxact.Policy(bits=2, rules=(exact,))
 
@@ -173,7 +173,7 @@ def groups(options: argparse.Namespace) -> list[str]:
 
 
 def run(task: TextTask | ImageTask, seed: int) -> dict[str, Any]:
-    """Train once: the score, and what it took."""
+    """Train once: the score, and the time it took."""
     start, state, seconds = time.perf_counter(), task.init(seed), []
     for batch in task.batches(seed):
         before = time.perf_counter()
@@ -226,7 +226,7 @@ def parse() -> argparse.Namespace:
         "--ablate",
         nargs="*",
         metavar="PRIMITIVE",
-        help="also, one at a time: 2 bits for what one primitive computes, and "
+        help="also, one at a time: 2 bits for the results of one primitive, and "
         "everything else exact; every primitive, if none is named",
     )
     return parser.parse_args()

@@ -9,7 +9,7 @@ from tasks import Keep
 import jaxact
 from jaxact import policies
 
-# Measures what each residual costs the gradient of the network in training.
+# Measures the cost of each residual to the gradient of the network in training.
 Measure = Callable[[], jaxact.Sensitivity]
 
 
@@ -18,11 +18,11 @@ class Variant:
     """One way of keeping residuals.
 
     Attributes:
-      name: what the tables call it.
-      start: what to keep before anything is measured.
-      choose: what to keep, given a way to measure. None: `start` for good.
-      terms: what `choose` asks `jaxact.allocate` for. With these `jaxact.reallocate`
-        decides whether a later measurement is worth a compilation.
+      name: in tables.
+      start: the residuals to keep before anything is measured.
+      choose: the policy, given a way to measure. None: `start` for good.
+      terms: the arguments of `jaxact.allocate` in `choose`. With these
+        `jaxact.reallocate` decides whether a later measurement is worth a compilation.
     """
 
     name: str

@@ -6,7 +6,6 @@ file lies in, or from the installed jaxact.
 
 import shutil
 import sys
-import tomllib
 from pathlib import Path
 
 from sphinx.pycode import ModuleAnalyzer
@@ -15,21 +14,23 @@ DOCS = Path(__file__).parent
 ROOT = DOCS.parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
-# Sphinx reads what lies beside this file: the notebooks are copied there.
+import jaxact  # noqa: E402  # from this checkout
+
+# Sphinx reads files beside this one: the notebooks are copied there.
 shutil.rmtree(DOCS / "notebooks", ignore_errors=True)
 (DOCS / "notebooks").mkdir()
 for notebook in DOCS.parent.glob("notebooks/*.ipynb"):
     shutil.copy2(notebook, DOCS / "notebooks")
 
 project = "jaxact"
-release = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+release = jaxact.__version__
 extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "myst_nb"]
 html_theme = "furo"
 html_title = f"jaxact {release}"
 
 nb_execution_mode = "off"  # notebooks are committed with their outputs
 myst_heading_anchors = 3
-suppress_warnings = ["myst.xref_missing"]  # a README's links to what is no page here
+suppress_warnings = ["myst.xref_missing"]  # a README's links to files without a page
 
 default_role = "py:obj"  # `names` link to their entry, and are code without one
 add_module_names = False

@@ -31,7 +31,7 @@ class GCN:
 
     Attributes:
       features, classes: of a node: given, and to tell apart.
-      width: of what a layer computes for a node.
+      width: of a layer's output for a node.
       layers: that pass messages.
     """
 
@@ -77,7 +77,7 @@ class GCN:
         return (head or self.head)(params["head"], x)
 
     def head(self, weight: jax.Array, x: jax.Array) -> jax.Array:
-        """What tells classes apart: [N, classes]."""
+        """The logits of each node: [N, classes]."""
         return x @ weight
 
 

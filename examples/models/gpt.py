@@ -100,7 +100,7 @@ class GPT:
     def features(
         self, params: dict[str, Any], tokens: jax.Array, block: Block | None = None
     ) -> jax.Array:
-        """What the head reads [batch, length, width], of tokens [batch, length]."""
+        """The head's input [batch, length, width], from tokens [batch, length]."""
         block = block or self.block
         x = params["tokens"][tokens] + params["positions"][None, : tokens.shape[1]]
         x = x.astype(self.dtype)

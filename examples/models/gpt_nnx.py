@@ -47,7 +47,7 @@ class Block(nnx.Module):
             init = nnx.initializers.normal(deviation)
             return nnx.Linear(inputs, outputs, kernel_init=init, dtype=dtype, rngs=rngs)
 
-        # What is added to the stream starts smaller: 2 x layers terms add up in it.
+        # Terms of the residual stream start smaller: it adds up 2 x layers of them.
         small = 0.02 * (2 * shape.layers) ** -0.5
         self.shape = shape
         self.attention_norm = nnx.LayerNorm(width, epsilon=1e-5, dtype=dtype, rngs=rngs)
@@ -93,7 +93,7 @@ class GPT(nnx.Module):
         )
 
     def features(self, tokens: jax.Array) -> jax.Array:
-        """What the head reads [batch, length, width], of tokens [batch, length]."""
+        """The head's input [batch, length, width], from tokens [batch, length]."""
         places = jnp.arange(tokens.shape[1])
         x = self.tokens(tokens) + self.positions(places)[None]
         through = nnx.scan(

@@ -117,7 +117,7 @@ class Llama:
     def features(
         self, params: dict[str, Any], tokens: jax.Array, block: Block | None = None
     ) -> jax.Array:
-        """What the head reads [batch, length, width], of tokens [batch, length]."""
+        """The head's input [batch, length, width], from tokens [batch, length]."""
         if tokens.shape[1] > self.length:
             raise ValueError(
                 f"{tokens.shape[1]} tokens: this network is for at most {self.length}."

@@ -1,7 +1,7 @@
 """Hugging Face's config.json as a `Llama`, and back.
 
-Of type llama, mistral and qwen2. What a config.json asks for and the network does not
-have is an error.
+Of type llama, mistral and qwen2. A config.json that asks for a feature that the network
+lacks is an error.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ REQUIRED = (
     "rms_norm_eps",
     "max_position_embeddings",
 )
-# Fields that change what is computed, and the values that do not.
+# Fields that change the computation, and their values that do not.
 NEUTRAL = {
     "hidden_act": ("silu",),
     "attention_dropout": (0, None),
@@ -70,7 +70,7 @@ def length(config: Config) -> int:
         or config.get("use_sliding_window")
         or "sliding_attention" in (config.get("layer_types") or ())
     )
-    # What Mistral's and Qwen2's are where config.json does not say.
+    # Mistral's and Qwen2's default, where config.json has none.
     window = config.get("sliding_window", 4096) if slides else None
     longest = config["max_position_embeddings"]
     return longest if window is None else min(longest, window)

@@ -1,7 +1,7 @@
 """A pre-LN transformer in plain jax.numpy: the reference for memory and cost.
 
 Six values of each layer carry a `checkpoint_name`. Keeping those and recomputing the
-rest is the usual good choice for this network, so they are what a policy stores.
+rest is the usual good choice for this network, so a policy stores them.
 """
 
 from collections.abc import Callable, Sequence

@@ -53,7 +53,7 @@ plt.rcParams["figure.dpi"] = 72
 # %% [markdown]
 # ## The model
 #
-# GPT-2, in short. In all of what follows attention goes sample by sample and is
+# GPT-2, in short. In all steps below attention goes sample by sample and is
 # recomputed in the backward pass, because nobody keeps its [length, length] scores. A
 # scan over the layers compiles them once.
 
@@ -124,14 +124,14 @@ def step_of(block, dtype):
 
 
 # %% [markdown]
-# ## What there is to keep, and how to keep less
+# ## The residuals, and how to keep fewer bytes
 #
 # - `jax.checkpoint` keeps the input of a block and computes the block twice.
 # - With the policy `dots_with_no_batch_dims_saveable` it keeps the products with
 #   parameters and computes the rest twice.
-# - jaxact keeps what backward reads, in few bits.
+# - jaxact keeps all residuals, in few bits.
 # - Both together: the input of a block in 4 bits, and while a block is computed again,
-#   what that keeps in 4 bits too.
+#   its residuals in 4 bits too.
 
 # %%
 saveable = jax.checkpoint_policies
@@ -154,7 +154,7 @@ dtype = jnp.bfloat16 if on_gpu else jnp.float32
 
 
 def start(layers, width, heads, length):
-    """Parameters and what the optimizer remembers."""
+    """Parameters and optimizer state."""
     params = init(jax.random.key(0), layers, width, heads, length, len(alphabet))
     return params, optimizer.init(params)
 
@@ -166,8 +166,8 @@ def batch_of(batch, length):
 state = start(layers, width, heads, length)
 
 # %% [markdown]
-# The residual table of jaxact at 4 bits. What is outside of the compressed block, such
-# as the logits, stays as it is.
+# The residual table of jaxact at 4 bits. Residuals outside the compressed block, such
+# as the logits, stay exact.
 
 # %%
 packed_loss = functools.partial(loss, ways["jaxact, 4 bits"], dtype)

@@ -14,7 +14,7 @@
 # # jaxact in ten minutes
 #
 # Most of the memory of a training step is neither parameters nor optimizer state. It is
-# the *residuals*: what the forward pass keeps for the backward pass. jaxact keeps them
+# the *residuals*: arrays kept from the forward to the backward pass. jaxact keeps them
 # in a few bits per value. Outputs, parameters, optimizer and checkpoints stay as they
 # are.
 #
@@ -102,7 +102,7 @@ print(f"the mean of 64 by {distance(drawn.mean(0)):.1%}")
 # ## A Linen module
 #
 # Decorate the class with `@jaxact.compress`, or make a second class, as here. The
-# parameters are the same, and so are their names. Compress what repeats, such as the
+# parameters are the same, and so are their names. Compress the repeated unit: here the
 # block of a network.
 
 
@@ -148,7 +148,7 @@ packed = Net(jaxact.compress(Block))
 params = plain.init(jax.random.key(0), images)
 
 # %% [markdown]
-# What each block keeps:
+# The residuals of each block:
 
 # %%
 mib = 2**20
@@ -172,7 +172,7 @@ print(f"in all {plain_bytes / mib:.1f} and {packed_bytes / mib:.1f} MiB:", end="
 print(f"{plain_bytes / packed_bytes:.1f} times less")
 
 # %% [markdown]
-# And how. `exact` is the array as it is, `stored` what is kept of it. *Unbiased* means
+# And how: `exact` is bytes before, `stored` bytes after compressing. *Unbiased* means
 # that rounding adds noise to the gradients and nothing else.
 
 # %%
@@ -202,9 +202,9 @@ loss = lambda block, x: block(x).sum()
 print(jaxact.residuals(loss, small, x, argnums=0).summary())
 
 # %% [markdown]
-# ## What the compiler allocates
+# ## The memory of the compiled step
 #
-# The sums above are of arrays. What counts is what the compiled step takes, so ask the
+# The sums above are of arrays. The memory of the compiled step decides, so ask the
 # compiler; nothing runs. `jax.checkpoint` (in Linen `nn.remat`) keeps only the input of
 # each block and computes the block again in the backward pass. jaxact computes no
 # matrix product twice. (On a CPU take JAX 0.11 or later: 0.10 drops the barriers that

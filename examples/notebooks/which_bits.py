@@ -13,7 +13,7 @@
 # %% [markdown]
 # # Which bits?
 #
-# Rounding what the backward pass reads adds noise to the gradients, and some residuals
+# Rounding the residuals adds noise to the gradients, and some residuals
 # add far more of it than others. Measure that, and spend the bits where they count.
 #
 # ## GPU
@@ -126,7 +126,7 @@ def train(gradient_of, params, num_steps, seed):
 
 
 # %% [markdown]
-# What a residual costs changes with training, so first train for 50 steps, as it is.
+# The cost of a residual changes with training, so first train for 50 steps.
 
 # %%
 exact = jax.jit(jax.value_and_grad(loss_of(Block)))
@@ -140,9 +140,9 @@ print(f"loss {losses[0]:.2f} -> {losses[-1]:.2f} nats a character")
 # ## Measure
 #
 # `jaxact.sensitivity` rounds one residual at a time and compares the whole gradient
-# with the exact one. The error is a variance: the expected squared norm of what
-# rounding adds. `relative` is that over the squared norm of the gradient. A residual's
-# key is its module path and what computed it: `exp` are the numerators of the softmax,
+# with the exact one. The error is a variance: the expected squared norm of the
+# added noise. `relative` is that over the squared norm of the gradient. A residual's
+# key is its module path and its primitive: `exp` are the numerators of the softmax,
 # a `derivative` is a slope, here the GELU's.
 
 # %%
@@ -257,7 +257,7 @@ for (kind, bits), (mean, error) in variances.items():
     print(f"{kind:10}{bits:4} bits: predicted {line:.4f}, {mean:.4f} ± {error:.4f}")
 
 # %% [markdown]
-# The prediction adds up what each residual does alone. With few bits that is too low:
+# The prediction adds up each residual's error alone. With few bits that is too low:
 # the noise of one is multiplied by that of the next, and at 1.5 bits on average many
 # have only one. So measure again at the bits you choose.
 
@@ -286,7 +286,7 @@ plt.show()
 # %% [markdown]
 # ## While training
 #
-# What a residual costs changes. `jaxact.telemetry` measures inside the step itself,
+# The cost of a residual changes. `jaxact.telemetry` measures inside the step itself,
 # without a further pass: the noise that each residual adds to the gradients of its own
 # layer comes back as the derivative of one more argument.
 

@@ -1,8 +1,6 @@
-"""Bits for each residual, from what its rounding costs."""
+"""Bits for each residual, from the variance that its rounding adds."""
 
-from jaxact._bits.allocate import (
-    Allocation as Allocation,
-    allocate as allocate,
-    reallocate as reallocate,
-)
-from jaxact._bits.cost import Sensitivity as Sensitivity
+from jaxact._bits.allocation import Allocation as Allocation
+from jaxact._bits.cost import Cost as Cost, Sensitivity as Sensitivity
+from jaxact._bits.greedy import allocate as allocate
+from jaxact._bits.reallocate import reallocate as reallocate

@@ -1,7 +1,7 @@
-"""What rounding costs: the gradient variance that each stored residual adds.
+"""The cost of rounding: the gradient variance that each stored residual adds.
 
-Stochastic rounding to codes of b bits has steps R / (2^b - 1) in a group of range R, so
-the variance it adds to the gradient is a number of the residual, its `variance`, times
+Stochastic rounding to b-bit codes has steps R / (2^b - 1) in a group with range R, so
+the variance it adds to the gradient is a number for the residual, its `variance`, times
 S(b) = (2^b - 1)^-2 (ActNN, Chen et al. 2021, arXiv:2104.14129; GACT, Liu et al. 2022,
 arXiv:2206.11357). Residuals are rounded independently, so their variances add up.
 """
@@ -11,16 +11,19 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from jaxact._tabular import Tabular
+from jaxact._tabular import Column, Tabular
 
-# What S is for bfloat16, 16 bits: on normal values the mean squared rounding error is
-# 2.76e-6 of their variance (8 significant bits), and R^2 / 6 S(b) is 5.38 S(b) of it in
-# groups of 256. It is as if codes had 10.5 bits, and far more than (2^16 - 1)^-2.
-_BFLOAT16 = 2.76e-6 / 5.38
+# Rounding normal values to b bits, in groups of 256 with range R, adds this multiple of
+# S(b) to their variance 1: the mean of R^2 / 6.
+NORMAL_GROUP = 5.38
+# S for bfloat16, 16 bits: on normal values the mean squared rounding error is 2.76e-6
+# times their variance (8 significant bits), and that of b-bit codes NORMAL_GROUP S(b)
+# times. It is as if codes had 10.5 bits, and far more than (2^16 - 1)^-2.
+_BFLOAT16 = 2.76e-6 / NORMAL_GROUP
 
 
 def levels_variance(bits: int | str) -> float:
-    """S(b) = (2^b - 1)^-2, what b bits do to a residual's `variance`.
+    """S(b) = (2^b - 1)^-2, the factor on a residual's `variance` at b bits.
 
     16 bits are bfloat16. 32 bits, or 'exact', add nothing.
     """
@@ -41,13 +44,13 @@ class Cost:
     """The gradient variance that storing one residual adds.
 
     Attributes:
-      key: of the residual (`Residual.key`).
+      key: the residual's (`Residual.key`).
       size: elements, over all copies.
-      itemsize: bytes of an element when exact.
+      itemsize: bytes per element when exact.
       variance: stored at b bits, the residual adds variance * S(b) to the gradient:
-        the expected squared norm of the error. S(1) is 1. Where it is not finite, the
+        the error's expected squared norm. S(1) is 1. Where it is not finite, the
         residual must stay exact.
-      signal: squared norm of the gradient that the error is added to.
+      signal: squared norm that the gradient has to which the error is added.
       bits: at which it was measured; None for a formula.
     """
 
@@ -60,7 +63,7 @@ class Cost:
 
     @property
     def exact_bits(self) -> int:
-        """Bits of an element as it is; so many store it exactly."""
+        """Bits that an uncompressed element has; so many store it exactly."""
         return 8 * self.itemsize
 
     def error(self, bits: int) -> float:
@@ -71,33 +74,24 @@ class Cost:
             return math.inf
         return self.variance * levels_variance(bits)
 
-    def cells(self) -> tuple[str, ...]:
-        """The row as text: key, elements, bits, error, error relative to the signal."""
-        if not math.isfinite(self.variance):
-            at, error, relative = "exact", str(self.variance), "must stay exact"
-        else:
-            at = "-" if self.bits is None else str(self.bits)
-            value = self.error(self.bits or 1)
-            error, relative = f"{value:.3g}", relative_text(value, self.signal)
-        return self.key, f"{self.size:,}", at, error, relative
-
 
 @dataclasses.dataclass(frozen=True)
 class Sensitivity(Tabular):
-    """What storing each residual costs: `print` it.
+    """The gradient variance that storing each residual adds: `print` it.
 
     Attributes:
       rows: one `Cost` for each residual measured.
-      signal: squared norm of the whole gradient.
-      unmeasured: keys of residuals that have no row; a policy made from this leaves
+      signal: the whole gradient's squared norm.
+      unmeasured: keys for residuals that have no row; a policy made from this leaves
         them to its base.
 
     Raises:
       ValueError: two rows have the same key.
 
     Example:
-      >>> from jaxact._bits.cost import Cost
-      >>> table = Sensitivity((Cost('a', 100, 4, 9.0, 2.0, 2),), signal=2.0)
+      >>> import jaxact
+      >>> row = jaxact.Cost('a', 100, 4, variance=9.0, signal=2.0, bits=2)
+      >>> table = jaxact.Sensitivity((row,), signal=2.0)
       >>> table.error({'a': 2})
       1.0
       >>> print(table)
@@ -134,10 +128,15 @@ class Sensitivity(Tabular):
             )
         return sum(row.error(bits[row.key]) for row in self.rows)
 
+    def average_bits(self, bits: Mapping[str, int]) -> float:
+        """Stored bits per element when each key is stored at its bits."""
+        stored = sum(row.size * bits[row.key] for row in self.rows)
+        return stored / max(1, sum(row.size for row in self.rows))
+
     def merge(self, other: "Sensitivity", momentum: float) -> "Sensitivity":
         """Average with a later measurement: momentum * self + (1 - momentum) * other.
 
-        Per key; what only one has is kept, so graphs may change. Where one of the two
+        Per key; a row that only one has is kept, so graphs may change. Where either
         is not finite the later counts alone. Sizes and bits are the later's.
 
         Raises:
@@ -162,8 +161,8 @@ class Sensitivity(Tabular):
                 variance=mean(before.variance, row.variance),
                 signal=mean(before.signal, row.signal),
             )
-        without = dict.fromkeys((*self.unmeasured, *other.unmeasured))
-        unmeasured = tuple(key for key in without if key not in rows)
+        rowless = dict.fromkeys((*self.unmeasured, *other.unmeasured))
+        unmeasured = tuple(key for key in rowless if key not in rows)
         signal = mean(self.signal, other.signal)
         return Sensitivity(tuple(rows.values()), signal, unmeasured)
 
@@ -181,17 +180,43 @@ class Sensitivity(Tabular):
         }
 
     def summary(self) -> str:
-        """What was not measured."""
+        """The keys that were not measured."""
         if not self.unmeasured:
             return ""
         return f"not measured: {', '.join(self.unmeasured)}"
 
-    def _cells(self) -> list[tuple[str, ...]]:
-        """Error and relative error are at a row's bits; '-', a formula: at one bit."""
-        titles = ("key", "elements", "bits", "error", "relative")
-        return [titles, *(row.cells() for row in self.rows)]
+    def _table(self) -> tuple[list[Column[Cost]], tuple[Cost, ...]]:
+        """Errors are at a row's bits; '-', a formula: at one bit."""
+        return _COLUMNS, self.rows
 
 
 def relative_text(error: float, signal: float) -> str:
-    """An error as a part of a signal, where there is one."""
+    """An error as a fraction of a signal; '-' without a signal."""
     return f"{error / signal:.3g}" if signal > 0 else "-"
+
+
+def _bits_text(row: Cost) -> str:
+    if not math.isfinite(row.variance):
+        return "exact"
+    return "-" if row.bits is None else str(row.bits)
+
+
+def _error_text(row: Cost) -> str:
+    if not math.isfinite(row.variance):
+        return str(row.variance)
+    return f"{row.error(row.bits or 1):.3g}"
+
+
+def _relative_text(row: Cost) -> str:
+    if not math.isfinite(row.variance):
+        return "must stay exact"
+    return relative_text(row.error(row.bits or 1), row.signal)
+
+
+_COLUMNS: list[Column[Cost]] = [
+    Column("key", lambda row: row.key),
+    Column("elements", lambda row: f"{row.size:,}", is_number=True),
+    Column("bits", _bits_text, is_number=True),
+    Column("error", _error_text, is_number=True),
+    Column("relative", _relative_text, is_number=True),
+]

@@ -1,18 +1,19 @@
 """Bits for an error bound by formula, when nothing was measured: matrix products and
 convolutions.
 
-AC-GC (Evans and Aamodt, NeurIPS 2021) bounds what an adversary could do to the weight
-gradient with an error of at most D in each element of the stored input. Rounding is no
+AC-GC (Evans and Aamodt, NeurIPS 2021) bounds the harm that an adversary could do to the
+weight gradient with errors up to D in the elements that are stored. Rounding is no
 adversary: stochastic rounding adds a variance known exactly, and asks far fewer bits.
-Both are for e2, the part of the squared norm of the weight gradients that may be added;
-AC-GC's published code allows half of it for convolutions and twice for linear layers.
+Both are for e2, the error that may be added, as a fraction of the weight gradients'
+squared norm; AC-GC's published code allows e2 / 2 for convolutions and 2 e2 for linear
+layers.
 """
 
 import dataclasses
 import math
 from collections.abc import Sequence
 
-# The widest code; beyond it Exact() is what to use.
+# The widest code; beyond it use Exact().
 MOST_BITS = 16
 
 
@@ -21,12 +22,12 @@ class Consumer:
     """One product or convolution that reads a stored array for its weight gradient.
 
     Attributes:
-      weight: squared norm of its weight gradient.
+      weight: its weight gradient's squared norm.
       output: squared norm of the gradient at its output.
-      fan_in: input elements in one output element: C of a linear layer, C R S / groups
-        of a convolution with an R x S kernel.
-      positions: places the weight is used at: N rows of a linear layer's input, N P Q
-        pixels of a convolution's output. (AC-GC's N H W / T^2 for a stride T is less
+      fan_in: input elements in one output element: C for a linear layer, C R S / groups
+        for a convolution with an R x S kernel.
+      positions: places the weight is used at: N input rows for a linear layer, N P Q
+        output pixels for a convolution. (AC-GC's N H W / T^2 for a stride T is less
         where T does not divide H, and then guarantees nothing.)
     """
 
@@ -45,12 +46,12 @@ def acgc_worst_case(
 ) -> int:
     """Bits with which no error within a step can exceed e2, whatever its pattern.
 
-    By Cauchy-Schwarz an error of at most D in each element moves each weight gradient
-    by at most D^2 positions fan_in ||gy||^2 (squared), so
+    By Cauchy-Schwarz errors up to D in the elements move each weight gradient by at
+    most D^2 positions fan_in ||gy||^2 (squared), so
     D^2 = e2 sum_i ||gW_i||^2 / sum_i positions_i fan_in_i ||gy_i||^2.
 
     Args:
-      e2: allowed squared error, as a part of the consumers' squared weight gradients.
+      e2: allowed squared error, relative to the consumers' squared weight gradients.
       consumers: all that read the array.
       range_: largest minus smallest value in a group.
       stochastic: the error is up to a step, not half a step.
@@ -64,12 +65,12 @@ def acgc_worst_case(
 
 
 def stochastic_bits(e2: float, consumers: Sequence[Consumer], range_: float) -> int:
-    """Bits with which stochastic rounding adds e2 of the weight gradient, expected.
+    """Bits with which stochastic rounding adds e2 to the weight gradient, expected.
 
-    Independent zero-mean errors of variance v add v fan_in ||gy||^2 to the squared
-    weight gradient, so v = e2 sum_i ||gW_i||^2 / sum_i fan_in_i ||gy_i||^2; steps of d
+    Independent zero-mean errors with variance v add v fan_in ||gy||^2 to the squared
+    weight gradient, so v = e2 sum_i ||gW_i||^2 / sum_i fan_in_i ||gy_i||^2; steps d
     have v = d^2 / 6, averaged over where values fall between codes. That is
-    log2(6 positions) / 2 bits fewer than `acgc_worst_case` asks of the same rounding.
+    log2(6 positions) / 2 bits fewer than `acgc_worst_case` asks for the same rounding.
 
     Args, Returns: as `acgc_worst_case`.
     """

@@ -1,20 +1,10 @@
 """How one residual is stored: an action per file, chosen by a policy."""
 
 from jaxact._codec.affine import Quantize as Quantize
-from jaxact._codec.base import Action as Action, Bias as Bias
+from jaxact._codec.base import Action as Action, Bias as Bias, Codec as Codec
 from jaxact._codec.cast import Cast as Cast
 from jaxact._codec.dual import DualPrecision as DualPrecision
 from jaxact._codec.exact import Exact as Exact, Recompute as Recompute
 from jaxact._codec.mask import Bitmask as Bitmask
 from jaxact._codec.offload import Offload as Offload
 from jaxact._codec.per_sample import PerSample as PerSample
-
-
-def codec_of(action: Action) -> Action:
-    """What encodes: an action itself, wherever what it stores is kept."""
-    return action.codec if isinstance(action, Offload) else action
-
-
-def is_stored_exactly(action: Action) -> bool:
-    """Whether what is decoded is what was encoded, to the last bit."""
-    return isinstance(codec_of(action), Exact | Bitmask)

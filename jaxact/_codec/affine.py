@@ -1,29 +1,34 @@
 """Group-wise integers with stochastic rounding (ActNN, Chen et al. 2021)."""
 
 import dataclasses
-from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
 
-from jaxact._codec.base import Action
+from jaxact._codec.base import Bias, Codec
+from jaxact._codec.checks import checked_bits, checked_group_size
 from jaxact_kernels import affine
 
 
 @dataclasses.dataclass(frozen=True)
-class Quantize(Action):
-    """Store groups of the last axis as value ~ zero point + scale * code.
+class Quantize(Codec[affine.Stored]):
+    """Store groups along the last axis as value ~ zero point + scale * code.
 
-    Codes are integers of `bits` bits. With stochastic rounding the decoded value's mean
-    is the encoded value, and its variance is scale^2 f (1 - f), f being the fractional
-    code (ActNN, Chen et al. 2021, arXiv:2104.14129, eq. 6). Constant groups, and zeros
-    at a group's minimum, come back exactly.
+    Codes are integers with `bits` bits. With stochastic rounding the decoded value's
+    mean is the encoded value, and its variance is scale^2 f (1 - f), f being the
+    fractional code (ActNN, Chen et al. 2021, arXiv:2104.14129, eq. 6). Constant groups,
+    and zeros at a group's minimum, come back exactly.
 
     Attributes:
       bits: per element, 1 to 8.
       group_size: elements that share a scale and a zero point (32 bits together); a
         multiple of 32.
       stochastic: round at random (unbiased), not to nearest.
+
+    Raises:
+      ValueError: bits or group_size out of range, or not an integer.
+      TypeError: stochastic is not a bool.
     """
 
     bits: int = 4
@@ -31,27 +36,33 @@ class Quantize(Action):
     stochastic: bool = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.bits, bool) or self.bits not in range(1, 9):
-            raise ValueError(
-                f"Quantize(bits={self.bits!r}): bits must be an integer from 1 to 8. "
-                "To keep 16 bits use Cast(jnp.bfloat16), to keep all use Exact()."
+        name = type(self).__name__
+        object.__setattr__(self, "bits", checked_bits(name, self.bits))
+        group_size = checked_group_size(name, self.group_size)
+        object.__setattr__(self, "group_size", group_size)
+        if not isinstance(self.stochastic, bool | np.bool_):
+            raise TypeError(
+                f"{name}(stochastic={self.stochastic!r}): True (unbiased) or False (to "
+                "nearest) is required."
             )
-        if not isinstance(self.group_size, int) or self.group_size not in range(
-            32, 1 << 20, 32
-        ):
-            raise ValueError(
-                f"Quantize(group_size={self.group_size!r}): group_size must be a "
-                "positive multiple of 32, because groups fill whole 32-bit words. "
-                "Use 256 unless a smaller error is worth 32 bits per group."
-            )
+        object.__setattr__(self, "stochastic", bool(self.stochastic))
 
-    def declines(self, shape: tuple[int, ...], dtype: Any) -> str | None:
-        real = jnp.issubdtype(dtype, jnp.floating)
-        return None if real else f"Quantize stores real floats, not {dtype}"
+    @property
+    def bias(self) -> Bias:
+        return Bias.UNBIASED if self.stochastic else Bias.BIASED
 
-    def encode(
-        self, x: jax.Array, seed: jax.Array, is_fused: bool = False
-    ) -> affine.Stored:
+    @property
+    def label(self) -> str:
+        bits = "1 bit" if self.bits == 1 else f"{self.bits} bits"
+        return bits if self.stochastic else f"{bits}, nearest"
+
+    def encode(self, x: jax.Array, seed: jax.Array) -> affine.Stored:
+        return self._encode(x, seed, is_fused=False)
+
+    def encode_fused(self, x: jax.Array, seed: jax.Array) -> affine.Stored:
+        return self._encode(x, seed, is_fused=True)
+
+    def _encode(self, x: jax.Array, seed: jax.Array, is_fused: bool) -> affine.Stored:
         return affine.encode(
             x,
             seed,
@@ -61,7 +72,9 @@ class Quantize(Action):
             is_fused=is_fused,
         )
 
-    def decode(self, stored: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    def decode(
+        self, stored: affine.Stored, shape: tuple[int, ...], dtype: DTypeLike
+    ) -> jax.Array:
         return affine.decode(
             stored,
             shape=shape,

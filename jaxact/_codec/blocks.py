@@ -1,4 +1,4 @@
-"""Cut an array into blocks along some axes: what averaging over blocks needs."""
+"""Cut an array into blocks along some axes, to average over them."""
 
 import dataclasses
 import functools
@@ -14,7 +14,7 @@ class Blocks:
     """Blocks of `width` positions along each of `axes`, fewer at the far border.
 
     Attributes:
-      shape: of the array that is cut, which has elements.
+      shape: the array's, without a 0.
       axes: not negative, in ascending order.
       width: at least 1; an axis that is shorter is one block.
     """
@@ -25,12 +25,12 @@ class Blocks:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """How many blocks there are along each axis of the array."""
+        """Number of blocks along each axis."""
         return tuple(math.prod(self._cut(axis)[:1]) for axis in range(len(self.shape)))
 
     @property
     def most_elements(self) -> int:
-        """Elements of a whole block."""
+        """Elements in a whole block."""
         return math.prod(self._cut(axis)[-1] for axis in self.axes)
 
     def sum(self, x: jax.Array) -> jax.Array:
@@ -43,11 +43,11 @@ class Blocks:
         return x.sum(self._inner_axes)
 
     def mean(self, x: jax.Array) -> jax.Array:
-        """Mean over each block, `[*counts]`, of the elements that it really has."""
+        """Mean over the elements that each block really has, `[*counts]`."""
         return self.sum(x) / self._num_elements.astype(x.dtype)
 
     def spread(self, blocks: jax.Array) -> jax.Array:
-        """Repeat the value of a block, `[*counts]`, at each of its elements."""
+        """Repeat each block's value, `[*counts]`, at all its elements."""
         rank = len(self.shape) + len(self.axes)
         outer = [i for i in range(rank) if i not in self._inner_axes]
         split = [n for axis in range(len(self.shape)) for n in self._cut(axis)]
@@ -59,7 +59,7 @@ class Blocks:
         return x
 
     def _cut(self, axis: int) -> tuple[int, ...]:
-        """(blocks, width) of an axis that is cut, else its size alone."""
+        """(blocks, width) for an axis that is cut, else its size alone."""
         size = self.shape[axis]
         if axis not in self.axes:
             return (size,)
@@ -73,15 +73,16 @@ class Blocks:
 
     @property
     def _inner_axes(self) -> tuple[int, ...]:
-        return tuple(axis + place + 1 for place, axis in enumerate(self.axes))
+        return tuple(axis + number + 1 for number, axis in enumerate(self.axes))
 
     @property
     def _num_elements(self) -> np.ndarray:
-        each = []
+        along_axes = []
         for axis in self.axes:
             blocks, width = self._cut(axis)
             start = width * np.arange(blocks)
-            along = [1] * len(self.shape)
-            along[axis] = blocks
-            each.append(np.minimum(width, self.shape[axis] - start).reshape(along))
-        return functools.reduce(np.multiply, each)
+            ones = [1] * len(self.shape)
+            ones[axis] = blocks
+            sizes = np.minimum(width, self.shape[axis] - start)
+            along_axes.append(sizes.reshape(ones))
+        return functools.reduce(np.multiply, along_axes)

@@ -1,44 +1,62 @@
 """Store a residual in a narrower float type."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
 
-from jaxact._codec.base import Action
+from jaxact._codec.base import Bias, Codec
+from jaxact._codec.checks import checked_dtype
 
 
-@dataclasses.dataclass(frozen=True)
-class Cast(Action):
+@dataclasses.dataclass(frozen=True, init=False)
+class Cast(Codec[jax.Array]):
     """Store as `dtype` (bfloat16, float16, float8_*), rounded to nearest.
 
-    The rounding is not random, so the gradient carries a bias of at most half a unit
-    in the last place of `dtype`.
+    The rounding is not random, so the gradient carries a bias: at most half a unit in
+    the last place that `dtype` has.
+
+    Attributes:
+      dtype: any real float type, or its name.
+
+    Raises:
+      TypeError: not a dtype.
+      ValueError: not a real float type.
     """
 
-    dtype: Any
+    dtype: np.dtype
 
-    def __post_init__(self) -> None:
-        dtype = jnp.dtype(self.dtype)
-        if not jnp.issubdtype(dtype, jnp.floating):
+    bias = Bias.BIASED
+
+    def __init__(self, dtype: DTypeLike) -> None:
+        checked = checked_dtype("Cast(", dtype)
+        if not jnp.issubdtype(checked, jnp.floating):
             raise ValueError(
-                f"Cast({dtype}): a float type is required, such as jnp.bfloat16 or "
+                f"Cast({checked}): a float type is required, such as jnp.bfloat16 or "
                 "jnp.float8_e4m3fn. For integer codes use Quantize(bits)."
             )
-        object.__setattr__(self, "dtype", dtype)
+        object.__setattr__(self, "dtype", checked)
 
-    def declines(self, shape: tuple[int, ...], dtype: Any) -> str | None:
-        if not jnp.issubdtype(dtype, jnp.floating):
-            return f"Cast stores real floats, not {dtype}"
-        if jnp.dtype(dtype).itemsize <= self.dtype.itemsize:
+    @property
+    def bits(self) -> int:
+        return 8 * self.dtype.itemsize
+
+    @property
+    def label(self) -> str:
+        return str(self.dtype)
+
+    def declines(self, shape: tuple[int, ...], dtype: DTypeLike) -> str | None:
+        declined = super().declines(shape, dtype)
+        if declined is None and jnp.dtype(dtype).itemsize <= self.dtype.itemsize:
             return f"{dtype} is no wider than {self.dtype}"
-        return None
+        return declined
 
-    def encode(
-        self, x: jax.Array, seed: jax.Array, is_fused: bool = False
-    ) -> jax.Array:
+    def encode(self, x: jax.Array, seed: jax.Array) -> jax.Array:
         return x.astype(self.dtype)
 
-    def decode(self, stored: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    def decode(
+        self, stored: jax.Array, shape: tuple[int, ...], dtype: DTypeLike
+    ) -> jax.Array:
         return stored.astype(dtype)

@@ -1,42 +1,52 @@
 """Keep a residual as it is, or do not keep it at all."""
 
 import dataclasses
-from typing import Any
 
 import jax
+from jax.typing import DTypeLike
 
-from jaxact._codec.base import Action
+from jaxact._codec.base import Action, Bias, Codec
 
 
 @dataclasses.dataclass(frozen=True)
-class Exact(Action):
+class Exact(Codec[jax.Array]):
     """Keep the array as it is."""
 
-    def declines(self, shape: tuple[int, ...], dtype: Any) -> None:
+    bias = Bias.EXACT
+    bits = None
+    is_packed = False
+    is_differentiable = True
+
+    @property
+    def label(self) -> str:
+        return "exact"
+
+    def declines(self, shape: tuple[int, ...], dtype: DTypeLike) -> None:
         return None
 
-    def encode(
-        self, x: jax.Array, seed: jax.Array, is_fused: bool = False
-    ) -> jax.Array:
+    def encode(self, x: jax.Array, seed: jax.Array) -> jax.Array:
         return x
 
-    def decode(self, stored: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    def decode(
+        self, stored: jax.Array, shape: tuple[int, ...], dtype: DTypeLike
+    ) -> jax.Array:
         return stored
 
 
 @dataclasses.dataclass(frozen=True)
 class Recompute(Action):
-    """Keep nothing: backward computes the value again from what else is kept.
+    """Keep nothing: backward computes the value again from other kept values.
 
-    The value is computed from the nearest arguments and stored residuals, decoded, so
-    it is exact only if those are.
+    It starts from the nearest arguments and decoded residuals, so the result is exact
+    only if those are.
     """
 
-    def declines(self, shape: tuple[int, ...], dtype: Any) -> None:
+    bias = Bias.BIASED
+    bits = None
+
+    @property
+    def label(self) -> str:
+        return "recompute"
+
+    def declines(self, shape: tuple[int, ...], dtype: DTypeLike) -> None:
         return None
-
-    def encode(self, x: jax.Array, seed: jax.Array, is_fused: bool = False) -> Any:
-        raise TypeError("Recompute stores nothing; it cannot be nested in Offload.")
-
-    def decode(self, stored: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-        raise TypeError("Recompute stores nothing; it cannot be nested in Offload.")

@@ -1,26 +1,37 @@
 """One bit per element, for residuals that are true or false (ReLU, dropout, where)."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 
-from jaxact._codec.base import Action
+from jaxact._codec.base import Bias, Codec
 from jaxact_kernels import mask
 
 
 @dataclasses.dataclass(frozen=True)
-class Bitmask(Action):
+class Bitmask(Codec[jax.Array]):
     """Store a boolean array at one bit per element; lossless."""
 
-    def declines(self, shape: tuple[int, ...], dtype: Any) -> str | None:
+    bias = Bias.EXACT
+    bits = None
+    is_differentiable = True  # bools have no derivative to lose
+
+    @property
+    def label(self) -> str:
+        return "1 bit"
+
+    def declines(self, shape: tuple[int, ...], dtype: DTypeLike) -> str | None:
         return None if dtype == np.bool_ else f"Bitmask stores bool, not {dtype}"
 
-    def encode(
-        self, x: jax.Array, seed: jax.Array, is_fused: bool = False
-    ) -> jax.Array:
-        return mask.encode(x, is_fused=is_fused)
+    def encode(self, x: jax.Array, seed: jax.Array) -> jax.Array:
+        return mask.encode(x)
 
-    def decode(self, stored: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    def encode_fused(self, x: jax.Array, seed: jax.Array) -> jax.Array:
+        return mask.encode(x, is_fused=True)
+
+    def decode(
+        self, stored: jax.Array, shape: tuple[int, ...], dtype: DTypeLike
+    ) -> jax.Array:
         return mask.decode(stored, shape=shape, is_fused=True)

@@ -4,37 +4,64 @@ import dataclasses
 from typing import Any
 
 import jax
+from jax.typing import DTypeLike
 
-from jaxact._codec.base import Action
-from jaxact._codec.exact import Exact, Recompute
+from jaxact._codec.base import Bias, Codec
+from jaxact._codec.exact import Exact
 
 
 @dataclasses.dataclass(frozen=True)
-class Offload(Action):
-    """Store what `codec` encodes in host memory and fetch it in the backward pass."""
+class Offload(Codec[Any]):
+    """Encode by `codec`, keep the stored arrays in host memory, fetch them in backward.
 
-    codec: Action = Exact()
+    Attributes:
+      codec: any other codec; `Exact()` moves the array itself.
+
+    Raises:
+      ValueError: `codec` stores nothing, is no codec, or is an Offload itself.
+    """
+
+    codec: Codec[Any] = Exact()
 
     def __post_init__(self) -> None:
-        if not isinstance(self.codec, Action) or isinstance(
-            self.codec, Offload | Recompute
-        ):
+        if not isinstance(self.codec, Codec) or isinstance(self.codec, Offload):
             raise ValueError(
                 f"Offload({self.codec!r}): a codec that stores something is required, "
                 "such as Exact() or Quantize(4)."
             )
 
-    def declines(self, shape: tuple[int, ...], dtype: Any) -> str | None:
+    @property
+    def bias(self) -> Bias:
+        return self.codec.bias
+
+    @property
+    def bits(self) -> float | None:
+        return self.codec.bits
+
+    @property
+    def is_differentiable(self) -> bool:
+        return self.codec.is_differentiable
+
+    @property
+    def label(self) -> str:
+        return f"{self.codec.label}, host"
+
+    def declines(self, shape: tuple[int, ...], dtype: DTypeLike) -> str | None:
         return self.codec.declines(shape, dtype)
 
-    def encode(self, x: jax.Array, seed: jax.Array, is_fused: bool = False) -> Any:
-        return self.codec.encode(x, seed, is_fused)
+    def encode(self, x: jax.Array, seed: jax.Array) -> Any:
+        return self.codec.encode(x, seed)
 
-    def decode(self, stored: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    def encode_fused(self, x: jax.Array, seed: jax.Array) -> Any:
+        return self.codec.encode_fused(x, seed)
+
+    def decode(
+        self, stored: Any, shape: tuple[int, ...], dtype: DTypeLike
+    ) -> jax.Array:
         return self.codec.decode(stored, shape, dtype)
 
     def keep(self, stored: Any) -> Any:
-        return jax.device_put(stored, jax.memory.Space.Host)
+        return jax.device_put(self.codec.keep(stored), jax.memory.Space.Host)
 
     def fetch(self, kept: Any) -> Any:
-        return jax.device_put(kept, jax.memory.Space.Device)
+        return self.codec.fetch(jax.device_put(kept, jax.memory.Space.Device))

@@ -8,7 +8,7 @@ same rule with another `Storage` and with settings in its `Draw`.
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,14 +21,14 @@ from jaxact._engine.outputs import independent_outputs, select_outputs, when_all
 from jaxact._engine.passes import Draw, Storage, backward_pass, forward_pass
 from jaxact._engine.scan import CompressBody, contains_scan, push_into_scans
 from jaxact._engine.warnings import warn_if_unused
-from jaxact._form import plan_form, rewrite
+from jaxact._form import plan_bases, rewrite
 from jaxact._jaxpr.compat import VJP_OPTIONS, reduced_like
 from jaxact._jaxpr.rewrite import new_variable, with_inputs
 from jaxact._jaxpr.types import Array, PyTree
-from jaxact._plan.each import plan_each
+from jaxact._plan.each import plan_each_residual
 from jaxact._plan.forward import trace_forward
 from jaxact._plan.mark import CompressedCall, mark_call
-from jaxact._plan.plan import Plan
+from jaxact._plan.storage import StoragePlan
 from jaxact._policy import Policy
 from jaxact._residual import join_paths, module_path
 from jaxact._trace import Argument, Flat, Kind, Static, is_inexact, trace
@@ -75,7 +75,7 @@ def seed_from(key: jax.Array | None) -> Array:
 _NO_GRADIENT: Any = None  # an integer, such as a seed, has none
 
 
-def _ignore(plans: Sequence[Plan]) -> None:
+def _ignore(plans: Sequence[StoragePlan]) -> None:
     pass
 
 
@@ -94,11 +94,11 @@ class Engine:
     policy: Policy
     prefix: str
     name: str
-    report: Callable[[Sequence[Plan]], None] = _ignore
+    report: Callable[[Sequence[StoragePlan]], None] = _ignore
     storage: Storage = Storage()
 
     def __call__(
-        self, flat: Flat, draw: Draw, values: Sequence[jax.Array]
+        self, flat: Flat, draw: Draw, values: Sequence[Array]
     ) -> list[jax.Array]:
         """Evaluate `flat(*values)`, keeping compressed residuals for its derivative."""
         groups = independent_outputs(flat)
@@ -118,7 +118,7 @@ class _Saved(NamedTuple):
       keys: the probe's keys.
     """
 
-    plan: Plan
+    plan: StoragePlan
     active: tuple[bool, ...]
     keys: tuple[str, ...]
 
@@ -134,10 +134,10 @@ class _Rule:
 
     engine: Engine
     flat: Flat
-    plans: dict[tuple[bool, ...], Plan] = field(default_factory=dict)
+    plans: dict[tuple[bool, ...], StoragePlan] = field(default_factory=dict)
     ran_forward: bool = False
 
-    def __call__(self, draw: Draw, values: Sequence[jax.Array]) -> list[jax.Array]:
+    def __call__(self, draw: Draw, values: Sequence[Array]) -> list[jax.Array]:
         call = jax.custom_vjp(self.call)
         call.defvjp(self.forward, self.backward, **VJP_OPTIONS)
         try:
@@ -187,7 +187,7 @@ class _Rule:
     ) -> tuple[PyTree, ...]:
         """Gradients for the draw and the values; None where there is none."""
         static, packed, kept = residuals
-        saved: _Saved = static.value
+        saved = cast(_Saved, static.value)
         results, measured = backward_pass(
             saved.plan, self.engine.storage, saved.keys, packed, kept, cotangents
         )
@@ -205,14 +205,14 @@ class _Rule:
         return Draw(_NO_GRADIENT, measured), *reduced[:count]
 
     def make_plan(
-        self, active: tuple[bool, ...], draw: Draw, values: Sequence[jax.Array]
-    ) -> Plan:
+        self, active: tuple[bool, ...], draw: Draw, values: Sequence[Array]
+    ) -> StoragePlan:
         """Trace the forward program and decide about its residuals."""
-        flat, engine, nested = self.flat, self.engine, list[Plan]()
+        flat, engine, nested = self.flat, self.engine, list[StoragePlan]()
         keys, settings = list(draw.probe), list(draw.probe.values())
 
         def compress_body(
-            body: Flat, draw: Draw, values: Sequence[jax.Array], scope: str
+            body: Flat, draw: Draw, values: Sequence[Array], scope: str
         ) -> list[jax.Array]:
             prefix = join_paths(engine.prefix, scope)
             inner = replace(engine, prefix=prefix, report=nested.extend)
@@ -231,7 +231,7 @@ class _Rule:
             [*values, *settings],
             (*active, *(True for _ in keys)),
         )
-        decide = plan_form if engine.policy.chooses_form else plan_each
+        decide = plan_bases if engine.policy.chooses_form else plan_each_residual
         wider = _with_settings(flat, settings)
         plan = decide(forward, wider, engine.policy, engine.prefix)
         engine.report([plan, *nested])

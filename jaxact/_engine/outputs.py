@@ -10,17 +10,17 @@ from jaxact._jaxpr.compat import HAS_GENERIC_BATCHING
 from jaxact._jaxpr.flow import fact_of, flow, union
 from jaxact._jaxpr.read import is_float
 from jaxact._jaxpr.rewrite import prune
-from jaxact._plan.plan import Plan
+from jaxact._plan.storage import StoragePlan
 from jaxact._trace import Flat, Kind
 
 
 def when_all(
-    parts: int, report: Callable[[Sequence[Plan]], None]
-) -> Callable[[Sequence[Plan]], None]:
+    parts: int, report: Callable[[Sequence[StoragePlan]], None]
+) -> Callable[[Sequence[StoragePlan]], None]:
     """Report the plans for all parts together, once."""
-    reported: list[Sequence[Plan]] = []
+    reported: list[Sequence[StoragePlan]] = []
 
-    def collect(plans: Sequence[Plan]) -> None:
+    def collect(plans: Sequence[StoragePlan]) -> None:
         reported.append(plans)
         if len(reported) == parts:
             report([plan for plans in reported for plan in plans])

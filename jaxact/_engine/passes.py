@@ -20,7 +20,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from jaxact._checkpoint_policies import PACKED_NAME
-from jaxact._codec import Bias
 from jaxact._decision import Decision
 from jaxact._jaxpr.evaluate import value_of
 from jaxact._jaxpr.opaque import opaque
@@ -28,7 +27,7 @@ from jaxact._jaxpr.primitives import FUSED
 from jaxact._jaxpr.read import is_float
 from jaxact._jaxpr.types import Array, Env, PyTree, Var
 from jaxact._plan.mark import mark
-from jaxact._plan.plan import Plan
+from jaxact._plan.storage import StoragePlan
 
 # A measurement's settings, or the cotangents that come back, by `Residual.key`.
 Probe: TypeAlias = dict[str, jax.Array]
@@ -85,13 +84,13 @@ class Storage:
           setting: the probe's entry for the residual, if there is one.
           is_fused: elementwise operations compute x, and only for this.
         """
-        return decision.action.encode(x, seed, is_fused)
+        codec = decision.codec
+        return (codec.encode_fused if is_fused else codec.encode)(x, seed)
 
     def decode(self, packed: Packed) -> jax.Array:
         """The residual."""
-        return packed.decision.action.decode(
-            packed.arrays, packed.like.shape, packed.like.dtype
-        )
+        codec, like = packed.decision.codec, packed.like
+        return codec.decode(packed.arrays, like.shape, like.dtype)
 
     def backward(
         self,
@@ -105,7 +104,11 @@ class Storage:
 
 
 def forward_pass(
-    plan: Plan, storage: Storage, prefix: str, draw: Draw, values: Sequence[jax.Array]
+    plan: StoragePlan,
+    storage: Storage,
+    prefix: str,
+    draw: Draw,
+    values: Sequence[Array],
 ) -> tuple[list[jax.Array], list[PyTree], list[jax.Array]]:
     """Outputs, packed residuals, and arrays that are kept as they are."""
     outputs, env = _evaluate(plan, [draw.seed, *values, *draw.probe.values()])
@@ -118,8 +121,8 @@ def forward_pass(
     if packed:
         outputs, packed = lax.optimization_barrier((outputs, packed))
     # Behind the barrier: XLA's host offloading does not look through one.
-    actions = [plan.decisions[v].action for v in plan.packed]
-    packed = [a.keep(x) for a, x in zip(actions, packed, strict=True)]
+    codecs = [plan.decisions[v].codec for v in plan.packed]
+    packed = [c.keep(x) for c, x in zip(codecs, packed, strict=True)]
     # Named behind the barrier: a checkpoint that saves them need not redo the call.
     exact, packed = jax.tree.map(
         lambda a: checkpoint_name(a, PACKED_NAME), (exact, packed)
@@ -127,7 +130,9 @@ def forward_pass(
     return outputs, packed, exact + [env[v] for v in plan.kept]
 
 
-def _evaluate(plan: Plan, inputs: Sequence[Array]) -> tuple[list[jax.Array], Env]:
+def _evaluate(
+    plan: StoragePlan, inputs: Sequence[Array]
+) -> tuple[list[jax.Array], Env]:
     """The outputs, and the values that the saved variables have."""
     forward = plan.forward
     results = core.eval_jaxpr(plan.program, forward.consts, *inputs)
@@ -139,7 +144,7 @@ def _evaluate(plan: Plan, inputs: Sequence[Array]) -> tuple[list[jax.Array], Env
 
 
 def _store(
-    v: Var, env: Env, plan: Plan, storage: Storage, draw: Draw, *, salt: str
+    v: Var, env: Env, plan: StoragePlan, storage: Storage, draw: Draw, *, salt: str
 ) -> PyTree:
     """One residual, marked and encoded.
 
@@ -156,13 +161,13 @@ def _store(
     def encode(x: jax.Array, seed: jax.Array) -> PyTree:
         return storage.encode(decision, x, seed, setting, is_fused=is_fused)
 
-    if decision.bias is Bias.EXACT and is_float(v):  # may be differentiated again
+    if decision.codec.is_differentiable and is_float(v):
         return encode(x, seed)
     return opaque(encode, x, seed)
 
 
 def backward_pass(
-    plan: Plan,
+    plan: StoragePlan,
     storage: Storage,
     keys: Collection[str],
     packed: Sequence[PyTree],
@@ -190,7 +195,7 @@ class BackwardInputs:
     """Arrays that backward starts from, behind a barrier where they have to wait.
 
     Attributes:
-      packed: the stored form of `Plan.packed`, behind the barrier.
+      packed: the stored form of `StoragePlan.packed`, behind the barrier.
       kept: values for the other saved variables.
       sources: those that replayed equations read, behind the barrier.
       cotangents: one for each output, behind the barrier; zeros are arrays.
@@ -203,15 +208,15 @@ class BackwardInputs:
 
 
 def backward_inputs(
-    plan: Plan,
+    plan: StoragePlan,
     packed: Sequence[PyTree],
     kept: Sequence[jax.Array],
     cotangents: Sequence[jax.Array | SymbolicZero],
 ) -> BackwardInputs:
     """Fetch the residuals, and let nothing start before the cotangents are there."""
     env = dict(zip([*plan.exact, *plan.kept], kept, strict=True))
-    actions = [plan.decisions[v].action for v in plan.packed]
-    packed = [a.fetch(x) for a, x in zip(actions, packed, strict=True)]
+    codecs = [plan.decisions[v].codec for v in plan.packed]
+    packed = [c.fetch(x) for c, x in zip(codecs, packed, strict=True)]
     # Replayed equations start behind the barrier, or XLA would keep their results
     # from the forward pass on.
     replayed = {v for step in plan.replay for v in step.inputs}
@@ -229,7 +234,7 @@ def backward_inputs(
     return BackwardInputs(packed, env, sources, arrays)
 
 
-def backward_program(plan: Plan, inputs: BackwardInputs) -> BackwardProgram:
+def backward_program(plan: StoragePlan, inputs: BackwardInputs) -> BackwardProgram:
     """(decoded residuals, ordered as `plan.packed`; cotangents) -> gradients."""
 
     def program(
@@ -247,7 +252,7 @@ def backward_program(plan: Plan, inputs: BackwardInputs) -> BackwardProgram:
     return program
 
 
-def _packed(v: Var, arrays: PyTree, plan: Plan, keys: Collection[str]) -> Packed:
+def _packed(v: Var, arrays: PyTree, plan: StoragePlan, keys: Collection[str]) -> Packed:
     decision, dtype = plan.decisions[v], v.aval.dtype
     if v in plan.normalized:
         dtype = plan.normalized[v].stored_dtype(dtype)
@@ -255,7 +260,7 @@ def _packed(v: Var, arrays: PyTree, plan: Plan, keys: Collection[str]) -> Packed
     return Packed(decision, arrays, like, decision.residual.key in keys)
 
 
-def _restored(plan: Plan, decoded: Sequence[jax.Array], env: Env) -> Env:
+def _restored(plan: StoragePlan, decoded: Sequence[jax.Array], env: Env) -> Env:
     """The residuals, given their decoded values: some are stored normalized."""
     return {
         v: plan.normalized[v].undo(x, env, v.aval.dtype) if v in plan.normalized else x

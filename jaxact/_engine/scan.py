@@ -7,7 +7,7 @@ branches, custom rules and checkpoints are left as they are.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 from jax import lax
@@ -17,16 +17,14 @@ from jaxact._jaxpr.compat import open_jaxpr, scan_counts
 from jaxact._jaxpr.evaluate import bind, value_of
 from jaxact._jaxpr.flow import fact_of, flow, scan_facts
 from jaxact._jaxpr.primitives import JITS
-from jaxact._jaxpr.types import Eqn, Jaxpr
+from jaxact._jaxpr.types import Array, Eqn, Jaxpr
 from jaxact._plan.facts import input_facts, kind_of, learn
 from jaxact._residual import join_paths, module_path
 from jaxact._trace import Flat, Kind
 
 # (flat function, draw, values, the scan's scope) -> outputs
-CompressBody: TypeAlias = Callable[
-    [Flat, Draw, Sequence[jax.Array], str], list[jax.Array]
-]
-_Arrays: TypeAlias = tuple[jax.Array, ...]
+CompressBody: TypeAlias = Callable[[Flat, Draw, Sequence[Array], str], list[jax.Array]]
+_Arrays: TypeAlias = tuple[Any, ...]
 
 
 def contains_scan(jaxpr: Jaxpr) -> bool:
@@ -46,7 +44,7 @@ def push_into_scans(
     """`flat` as (draw, *values) -> outputs, with its scans' bodies compressed."""
     facts = input_facts(flat)
 
-    def run(draw: Draw, *values: jax.Array) -> list[jax.Array]:
+    def run(draw: Draw, *values: Array) -> list[jax.Array]:
         return _evaluate(flat.jaxpr, facts, draw, values, compress)
 
     return run
@@ -56,7 +54,7 @@ def _evaluate(
     jaxpr: Jaxpr,
     facts: Sequence[int],
     draw: Draw,
-    values: Sequence[jax.Array],
+    values: Sequence[Array],
     compress: CompressBody,
 ) -> list[jax.Array]:
     facts_of_all = flow(jaxpr, facts, learn)
@@ -78,18 +76,18 @@ def _jit(
     eqn: Eqn,
     facts: Sequence[int],
     draw: Draw,
-    values: Sequence[jax.Array],
+    values: Sequence[Array],
     compress: CompressBody,
 ) -> list[jax.Array]:
     body, consts = open_jaxpr(eqn.params["jaxpr"])
     scope = module_path(eqn.source_info.name_stack)
 
     def compress_body(
-        flat: Flat, draw: Draw, values: Sequence[jax.Array], inner_scope: str
+        flat: Flat, draw: Draw, values: Sequence[Array], inner_scope: str
     ) -> list[jax.Array]:
         return compress(flat, draw, values, join_paths(scope, inner_scope))
 
-    def run(draw: Draw, *values: jax.Array) -> list[jax.Array]:
+    def run(draw: Draw, *values: Array) -> list[jax.Array]:
         input_facts = [0] * len(consts) + list(facts)
         return _evaluate(body, input_facts, draw, [*consts, *values], compress_body)
 
@@ -100,7 +98,7 @@ def _scan(
     eqn: Eqn,
     facts: Sequence[int],
     draw: Draw,
-    values: Sequence[jax.Array],
+    values: Sequence[Array],
     compress: CompressBody,
 ) -> list[jax.Array]:
     num_consts, num_carry = scan_counts(eqn)
@@ -121,7 +119,7 @@ def _scan(
 
 
 def rebuild(
-    eqn: Eqn, body: Callable[..., list[jax.Array]], values: Sequence[jax.Array]
+    eqn: Eqn, body: Callable[..., list[jax.Array]], values: Sequence[Array]
 ) -> list[jax.Array]:
     """A scan with another body, a function of (*constants, *carry, *xs)."""
     num_consts, num_carry = scan_counts(eqn)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 
-from jaxact._codec import Exact, Recompute
+from jaxact._codec import Exact
 from jaxact._decision import Decision, Reason
-from jaxact._plan.plan import Plan
+from jaxact._plan.storage import StoragePlan
 from jaxact._policy import Policy
 
 # Packages whose lines say nothing to the user about a policy. `contextlib` runs the
@@ -22,7 +22,7 @@ class CompressionWarning(UserWarning):
     """A policy did less than it says: a rule, or all of it, changed nothing."""
 
 
-def warn_if_unused(policy: Policy, name: str, plans: Sequence[Plan]) -> None:
+def warn_if_unused(policy: Policy, name: str, plans: Sequence[StoragePlan]) -> None:
     """Warn about rules that matched nothing, and about compressing nothing."""
     decisions = [d for plan in plans for d in plan.all_decisions]
     used = {d.rule for d in decisions}
@@ -44,8 +44,7 @@ def warn_if_unused(policy: Policy, name: str, plans: Sequence[Plan]) -> None:
 
 def _is_smaller(decision: Decision) -> bool:
     """Whether a residual takes less memory than without compression."""
-    is_stored = not isinstance(decision.action, Exact | Recompute)
-    return is_stored or decision.reason is Reason.STORED_INSIDE
+    return decision.action.is_packed or decision.reason is Reason.STORED_INSIDE
 
 
 def _is_unexpected(decision: Decision) -> bool:

@@ -1,32 +1,33 @@
-"""Which values are stored: small, unbiased, well-conditioned residuals.
+"""Choose the stored values: small, unbiased, well-conditioned residuals.
 
-What `jax.vjp` happens to keep is too much (one or two arrays for every step of a GELU),
-and recomputing nonlinear functions from rounded values is biased. The linearized
-program only ever multiplies cotangents with residuals, so a gradient is unbiased when
-each residual is rounded without bias and independently. Three passes over the traced
-program, none of which looks at a function's name, keep that and store less:
+The residuals that `jax.vjp` happens to keep are too many (one or two arrays for every
+step of a GELU), and recomputing nonlinear functions from rounded values is biased. The
+linearized program only ever multiplies cotangents with residuals, so a gradient is
+unbiased when each residual is rounded without bias and independently. Three passes over
+the traced program, none of which looks at a function's name, keep that and store less:
 
-1. *Rewrite* (`rewriting.py`). Calls are inlined, equal equations evaluated once. A
-   cluster of elementwise equations becomes a cell (`cells.py`), which keeps its local
-   derivative in the fewest arrays (`derivative.py`): one for a GELU, one bit where the
-   derivative has two values. A max-pool keeps the index in its window (`pooling.py`).
+1. *Rewrite* (`rewriting.py`), before `jax.vjp`. Calls are inlined, equal equations
+   evaluated once. Connected elementwise equations become a cell (`cells.py`), which
+   keeps its local derivative in the fewest arrays (`derivative.py`): one for a GELU,
+   one bit where the derivative has two values. A max-pool keeps the index in its window
+   (`pooling.py`). Custom rules' operands and results are tagged (`tags.py`).
 
-2. *Classify* (`classes.py`). Values are exact (parameters, statistics of rows and
-   channels, masks, integers) or affine, with exact coefficients, in a base. For
-   LayerNorm and BatchNorm, xhat = (x - mean) * rstd is affine in x, and so is the next
-   matmul's or, the ReLU's mask being exact, the next convolution's input: all are had
-   from one array. Softmax is exp(scores - max) / sum, affine in its exponential. An
-   affine image of an unbiased value is unbiased.
+2. *Classify* (`affine_classes.py`), after it. Values are exact (parameters, row and
+   channel statistics, masks, integers) or affine, with exact coefficients, in a base.
+   For LayerNorm and BatchNorm, xhat = (x - mean) * rstd is affine in x, and so is the
+   next matmul's or, the ReLU's mask being exact, the next convolution's input: one
+   array serves them all. Softmax is exp(scores - max) / sum, affine in its exponential.
+   An affine image of an unbiased value is unbiased.
 
-3. *Store* (`storage.py`, `plan.py`). Each base is stored once, through the action that
+3. *Store* (`chooser.py`, `bases.py`). Each base is stored once, through the action that
    the policy chooses for it; the few cheap equations between it and the residuals are
    evaluated again in the backward pass.
 
-Bias. A gradient is exactly unbiased where no path of the backward pass multiplies two
-residuals of one base. Softmax does (its Jacobian is diag(y) - y y^T) and so does a
-norm's; what remains is the variance of one element over the length of the row:
-E[y' y'^T] = y y^T + diag(var). `tests/laws/test_form_bias.py` measures it. What is
-recomputed nonlinearly from rounded values, in a `jax.checkpoint` or a custom rule or
+Bias. A gradient is exactly unbiased where no path in the backward pass multiplies two
+residuals with one base. Softmax does (its Jacobian is diag(y) - y y^T) and so does a
+norm's; the bias that remains is one element's variance over the length of the row:
+E[y' y'^T] = y y^T + diag(var). `tests/laws/test_form_bias.py` measures it. A value that
+is recomputed nonlinearly from rounded ones, in a `jax.checkpoint` or a custom rule or
 because a policy says `Recompute()`, is biased and so labelled.
 
 Local derivatives as elimination on a graph: Griewank and Walther, Evaluating
@@ -36,5 +37,5 @@ section 3. BatchNorm and ReLU from one array and a bit: AC-GC (Evans and Aamodt 
 keeps the same for ReLU alone.
 """
 
-from jaxact._form.plan import plan_form as plan_form
+from jaxact._form.bases import plan_bases as plan_bases
 from jaxact._form.rewriting import rewrite as rewrite

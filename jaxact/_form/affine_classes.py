@@ -1,26 +1,26 @@
 """Exact-affine classes: which values are known once another one is.
 
 A value is *exact* if the backward pass can have it to the last bit: parameters, row and
-channel statistics, masks, integers, and what cheap equations make of those. Any other
-value belongs to the class of its *base*: it is A * base + C with exact A and C, so a
-base that is rounded without bias gives every member without bias. What is no affine
-image of one value is a base itself.
+channel statistics, masks, integers, and cheap functions from those. Any other value
+belongs to its *base*'s class: it is A * base + C with exact A and C, so a base
+that is rounded without bias gives every member without bias. A value that is not
+affine in a single one is a base itself.
 
 `max(x, c)` is affine in x given one exact bit per element: which side won.
 """
 
 import dataclasses
-from collections.abc import Callable, Hashable
-from typing import Any
+from collections.abc import Hashable
 
 from jaxact._form.derivative import DERIVATIVE_OF
 from jaxact._jaxpr.primitives import CHEAP, COMPARISONS, REDUCTIONS, SELECTIONS, SUMS
 from jaxact._jaxpr.read import is_float, is_literal, literal_key, variables_in
+from jaxact._jaxpr.types import Atom, Eqn, Jaxpr, Predicate, Var
 from jaxact._policy import SMALL_FRACTION
 
-# The result of a reduction is a statistic (a row's sum, maximum, deviation) where it is
+# A reduction's result is a statistic (a row's sum, maximum, deviation) where it is
 # at least this many times smaller than the largest residual: exact, it costs at most
-# 8 bits for each element of that; quantized, it ruins the gradient.
+# 8 bits for each element there; quantized, it ruins the gradient.
 STATISTIC_FRACTION = 4
 
 # Where max or min takes its first operand: the comparison, and the side it is true on.
@@ -28,140 +28,157 @@ _SIDES = {
     "max": {"gt": True, "ge": True, "lt": False, "le": False},
     "min": {"gt": False, "ge": False, "lt": True, "le": True},
 }
+_Comparisons = dict[Hashable, Var]
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
 class Classes:
-    """Bases of the values of a program.
+    """The bases in a program.
 
     Attributes:
-      base: of each inexact variable; exact ones have none.
-      cost: bytes to keep for the backward pass for having an exact variable there.
-      again: exact variables that are cheaper evaluated again than kept.
+      base: for each inexact variable; exact ones have none.
+      cost: for each exact variable, the bytes that backward has to keep to have it.
+      cheap: exact variables that cost less evaluated again than kept.
       parts: bases that are affine in another one, but smaller or only with a mask for
         each element: better stored themselves, unless that one is stored anyway.
       sides: for each max or min that is affine by an exact bit: the mask and whether
         it is true where the first operand wins.
-      names: `checkpoint_name`s of a base and of what is affine in it.
+      names: for each base, the `checkpoint_name`s of values that are affine in it.
     """
 
-    base: dict[Any, Any] = dataclasses.field(default_factory=dict)
-    cost: dict[Any, float] = dataclasses.field(default_factory=dict)
-    again: set[Any] = dataclasses.field(default_factory=set)
-    parts: dict[Any, Any] = dataclasses.field(default_factory=dict)
-    sides: dict[Any, tuple[Any, bool]] = dataclasses.field(default_factory=dict)
-    names: dict[Any, list[str]] = dataclasses.field(default_factory=dict)
+    base: dict[Atom, Var] = dataclasses.field(default_factory=dict)
+    cost: dict[Var, float] = dataclasses.field(default_factory=dict)
+    cheap: set[Var] = dataclasses.field(default_factory=set)
+    parts: dict[Var, Var] = dataclasses.field(default_factory=dict)
+    sides: dict[Var, tuple[Var, bool]] = dataclasses.field(default_factory=dict)
+    names: dict[Var, list[str]] = dataclasses.field(default_factory=dict)
 
-    def is_exact(self, v: Any) -> bool:
+    def is_exact(self, v: Atom) -> bool:
         return is_literal(v) or v not in self.base
 
-    def set_exact(self, v: Any) -> None:
-        self.base.pop(v, None)
+    def with_exact(self, variables: set[Var]) -> "Classes":
+        """The same, but the backward pass has `variables` exactly."""
+        base = {v: b for v, b in self.base.items() if v not in variables}
+        return dataclasses.replace(self, base=base)
+
+    def with_kept(self, variables: set[Var]) -> "Classes":
+        """The same, but `variables` are not evaluated again."""
+        return dataclasses.replace(self, cheap=self.cheap - variables)
 
 
 def classify(
-    jaxpr: Any, largest: int, is_activation: Callable[[Any], bool], inexact: set[Any]
+    jaxpr: Jaxpr, largest: int, is_activation: Predicate, inexact: set[Var]
 ) -> Classes:
-    """Find the class of every variable of `jaxpr`.
+    """Find every variable's class.
 
     Args:
-      largest: elements of the largest residual, which tells what a statistic is.
-      is_activation: whether a variable is made of more than parameters.
+      largest: elements in the largest residual; a statistic has many times fewer.
+      is_activation: whether a variable is made from more than parameters.
       inexact: inputs that the backward pass can have only as they are stored.
     """
-    found = Classes()
+    classes = Classes()
     comparisons = _comparisons(jaxpr)
     for v in (*jaxpr.constvars, *jaxpr.invars):
-        found.cost[v] = 0.0
+        classes.cost[v] = 0.0
         if v in inexact and not _is_small(v, largest):
-            found.base[v] = v
+            classes.base[v] = v
     for eqn in jaxpr.eqns:
         for v in eqn.outvars:
-            base = _base(eqn, v, found, comparisons, largest)
-            if base is None and not _settle(eqn, v, found, is_activation, largest):
+            base = _base(eqn, v, classes, comparisons, largest)
+            if base is None and not _settle(eqn, v, classes, is_activation, largest):
                 base = v
             if base is not None:
-                found.base[v] = base
-        if eqn.primitive.name == "name" and not is_literal(eqn.invars[0]):
-            source = eqn.invars[0]
-            known = found.names.setdefault(found.base.get(source, source), [])
-            known.append(eqn.params["name"].removeprefix(DERIVATIVE_OF))
-    return found
+                classes.base[v] = base
+        source = eqn.invars[0] if eqn.primitive.name == "name" else None
+        if source is not None and not is_literal(source):
+            names = classes.names.setdefault(classes.base.get(source, source), [])
+            names.append(eqn.params["name"].removeprefix(DERIVATIVE_OF))
+    return classes
 
 
 def _base(
-    eqn: Any, v: Any, found: Classes, comparisons: dict[Any, Any], largest: int
-) -> Any | None:
-    """The base of an output; None where it is exact."""
+    eqn: Eqn, v: Var, classes: Classes, comparisons: _Comparisons, largest: int
+) -> Var | None:
+    """An output's base; None where it is exact."""
+    name, size = eqn.primitive.name, v.aval.size
+    # A ReLU's or dropout's mask, an embedding's indices.
     if not is_float(v) or _is_small(v, largest):
         return None
-    name, size = eqn.primitive.name, v.aval.size
+    # A LayerNorm's mean and deviation, a softmax's maximum and sum.
     if name in REDUCTIONS and size * STATISTIC_FRACTION <= largest:
         return None
-    inexact = [i for i, x in enumerate(eqn.invars) if not found.is_exact(x)]
-    bases = {found.base[eqn.invars[i]] for i in inexact}
+    inexact = [i for i, x in enumerate(eqn.invars) if not classes.is_exact(x)]
+    bases = {classes.base[eqn.invars[i]] for i in inexact}
+    # A cast weight, a norm's deviation broadcast along its rows.
     if not bases:
         return None
-    base = next(iter(bases))
+    # A GLU's product, a residual join's sum.
     if len(bases) > 1:
         return v
+    base = next(iter(bases))
+    # A ReLU is affine by the mask that its derivative keeps anyway.
     masked = name in _SIDES and len(inexact) == 1
     if masked:
         side = _side(eqn, comparisons)
         if side is None:
             return v
-        found.sides[v] = side
+        classes.sides[v] = side
     affine = (
         masked
-        or name in SUMS
-        or (name == "mul" and len(inexact) == 1)
-        or (name == "div" and inexact == [0])
-        or (name in SELECTIONS and inexact == [0])
+        or name in SUMS  # x - mean and a norm's bias
+        or (name == "mul" and len(inexact) == 1)  # its inverse deviation, its gain
+        or (name == "div" and inexact == [0])  # a softmax by its sum
+        or (name in SELECTIONS and inexact == [0])  # a fused product's keys
     )
+    # A matrix product, a convolution, exp(scores), a GELU.
     if not affine:
         return v
+    # Stored themselves, ReLU and dropout need no mask, queries, keys and values get
+    # their own groups, and elements that a slice cuts off are not stored.
     smaller = name in SELECTIONS and size < eqn.invars[0].aval.size
-    if masked or smaller or _needs_masks(eqn, size, found):
-        found.parts[v] = base
+    if masked or smaller or _needs_masks(eqn, size, classes):
+        classes.parts[v] = base
         return v
     return base
 
 
-def _needs_masks(eqn: Any, size: int, found: Classes) -> bool:
-    """Whether the exact operands cost a bit or more for each element."""
-    exact = [x for x in variables_in(eqn.invars) if found.is_exact(x)]
-    return 8 * sum(found.cost[x] for x in exact) >= size
+def _needs_masks(eqn: Eqn, size: int, classes: Classes) -> bool:
+    """Whether the exact operands cost a bit or more for each element: dropout."""
+    exact = [x for x in variables_in(eqn.invars) if classes.is_exact(x)]
+    return 8 * sum(classes.cost[x] for x in exact) >= size
 
 
 def _settle(
-    eqn: Any, v: Any, found: Classes, is_activation: Callable[[Any], bool], largest: int
+    eqn: Eqn, v: Var, classes: Classes, is_activation: Predicate, largest: int
 ) -> bool:
-    """Note what an exact output costs; False if it is better stored as a base."""
-    keep = v.aval.size / 8
+    """Note an exact output's cost; False if it is better stored as a base."""
+    keep = v.aval.size / 8  # a mask takes a bit for each element
     if v.aval.dtype != bool:
         keep *= 8 * getattr(v.aval.dtype, "itemsize", 4)
     sources = set(variables_in(eqn.invars))
-    exact = all(map(found.is_exact, sources))
-    again = exact and eqn.primitive.name in CHEAP and not eqn.effects
-    cost = sum(found.cost[x] for x in sources) if again else keep
+    exact = all(map(classes.is_exact, sources))
+    # Not kept: a cast weight, a broadcast mean, an embedded row.
+    is_cheap = exact and eqn.primitive.name in CHEAP and not eqn.effects
+    cost = sum(classes.cost[x] for x in sources) if is_cheap else keep
     is_large = is_float(v) and not _is_small(v, largest)
     if is_large and is_activation(v):
         is_statistic = eqn.primitive.name in REDUCTIONS
-        # Costlier than a byte for each element: worth a codec.
+        # Costlier than a byte for each element: worth a codec. A look-up in a table as
+        # a product with one-hot rows.
         if min(cost, keep) > v.aval.size and not is_statistic:
             return False
-    found.cost[v] = min(cost, keep)
-    if again and cost <= keep:
-        found.again.add(v)
+    classes.cost[v] = min(cost, keep)
+    if is_cheap and cost <= keep:
+        classes.cheap.add(v)
     return True
 
 
-def _is_small(v: Any, largest: int) -> bool:
+def _is_small(v: Var, largest: int) -> bool:
     return v.aval.size * SMALL_FRACTION <= largest
 
 
-def _comparisons(jaxpr: Any) -> dict[Hashable, Any]:
-    """Masks by name and operands of the comparison."""
+def _comparisons(jaxpr: Jaxpr) -> _Comparisons:
+    """Masks by comparison: its name and operands."""
     return {
         (eqn.primitive.name, *map(literal_key, eqn.invars)): eqn.outvars[0]
         for eqn in jaxpr.eqns
@@ -169,14 +186,16 @@ def _comparisons(jaxpr: Any) -> dict[Hashable, Any]:
     }
 
 
-def _side(eqn: Any, masks: dict[Hashable, Any]) -> tuple[Any, bool] | None:
-    """A mask that tells which operand of max or min won."""
+def _side(eqn: Eqn, masks: _Comparisons) -> tuple[Var, bool] | None:
+    """A mask that tells which operand won in max or min."""
     first, second = map(literal_key, eqn.invars)
+    # x > 0, which `jax.nn.relu` keeps for its derivative.
     for name, on_first in _SIDES[eqn.primitive.name].items():
         if (name, first, second) in masks:
             return masks[name, first, second], on_first
         if (name, second, first) in masks:
             return masks[name, second, first], not on_first
+    # x == max(x, y), which `jnp.maximum` keeps for its derivative.
     out = eqn.outvars[0]
     for x, on_first in ((first, True), (second, False)):
         for pair in ((x, out), (out, x)):

@@ -1,20 +1,19 @@
 """Group elementwise equations into cells, each differentiated as one function.
 
-A cell is an equation of a primitive of our own, which evaluates a cluster of the
-program and whose derivative is that of `derivative.py`: one array for a whole GELU
-where JAX keeps one or two for each step of it.
+A cell is one equation, with a primitive of our own, that evaluates a cluster of the
+program. Its derivative is that of `derivative.py`: one array for a whole GELU where JAX
+keeps one or two for each step.
 
-Every variable has a level, the number of other equations on its longest path. Connected
-elementwise equations of one level make a cluster; because levels never fall along a
+Every variable has a level, how many other equations its longest path has. Connected
+elementwise equations on one level make a cluster; because levels never fall along a
 path, no path leaves a cluster and comes back.
 """
 
 import heapq
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from jax.extend import core as jex
 from jax.interpreters import ad
@@ -22,8 +21,8 @@ from jax.interpreters import ad
 from jaxact._form.derivative import (
     Cluster,
     differentiate,
+    elimination_order,
     is_product,
-    plan_elimination,
 )
 from jaxact._jaxpr.primitives import STEPS
 from jaxact._jaxpr.read import (
@@ -33,13 +32,16 @@ from jaxact._jaxpr.read import (
     variables_in,
 )
 from jaxact._jaxpr.rewrite import Body, new_equation, with_outputs
+from jaxact._jaxpr.types import Array, Atom, Eqn, Jaxpr, Predicate, Tangent, Var
+
+Users = dict[Var, set[int]]  # numbers: the equations that read each variable
 
 cell_p = jex.Primitive("jaxact_cell")
 cell_p.multiple_results = True
 
 
-def cell_body(eqn: Any) -> Body | None:
-    """What a cell evaluates."""
+def cell_body(eqn: Eqn) -> Body | None:
+    """The cluster that a cell evaluates."""
     if eqn.primitive is not cell_p:
         return None
     cluster = eqn.params["cluster"]
@@ -47,8 +49,8 @@ def cell_body(eqn: Any) -> Body | None:
 
 
 def _differentiate(
-    primals: Any, tangents: Any, *, cluster: Cluster
-) -> tuple[list[Any], list[Any]]:
+    primals: Sequence[Array], tangents: Sequence[Tangent], *, cluster: Cluster
+) -> tuple[list[Array], list[Tangent]]:
     return differentiate(cluster, primals, tangents)
 
 
@@ -56,30 +58,25 @@ cell_p.def_abstract_eval(lambda *_, cluster: [v.aval for v in cluster.outs])
 ad.primitive_jvps[cell_p] = _differentiate
 
 
-def with_cells(
-    jaxpr: Any, is_exact: Callable[[Any], bool], depends: Callable[[Any], bool]
-) -> Any:
+def with_cells(jaxpr: Jaxpr, is_exact: Predicate, depends: Predicate) -> Jaxpr:
     """`jaxpr` with a cell for every cluster that JAX would keep more for.
 
     Args:
       is_exact: whether the backward pass has a variable exactly.
       depends: whether a variable depends on something differentiated.
     """
-    users = defaultdict(set)
-    for k, eqn in enumerate(jaxpr.eqns):
-        for v in variables_in(eqn.invars):
-            users[v].add(k)
-    for v in variables_in(jaxpr.outvars):
-        users[v].add(-1)
+    users = _users(jaxpr)
     steps: list[_Step] = []
-    inside: set[int] = set()
+    grouped: set[int] = set()
     for members in _clusters(jaxpr, depends):
         cluster = _cluster([jaxpr.eqns[k] for k in members], members, users)
+        # A norm's statistics, a cast weight: their derivatives are exact too.
         if all(map(is_exact, cluster.outs)):
             continue
-        order, before, after = plan_elimination(cluster, is_exact)
-        bent = any(_is_bent(eqn, is_exact) for eqn in cluster.eqns)
-        if not bent and after == before:
+        order, before, after = elimination_order(cluster, is_exact)
+        has_new_slopes = any(_has_new_slope(eqn, is_exact) for eqn in cluster.eqns)
+        # x - mean, gain * x, a residual join: JAX keeps no more.
+        if not has_new_slopes and after == before:
             continue
         cluster = replace(cluster, eliminated=order)
         eqn = new_equation(
@@ -90,27 +87,41 @@ def with_cells(
             {"cluster": cluster},
         )
         steps.append(_Step(members[-1], eqn))
-        inside.update(members)
-    rest = [_Step(k, e) for k, e in enumerate(jaxpr.eqns) if k not in inside]
-    return with_outputs(jaxpr, _in_order([*steps, *rest]), jaxpr.outvars)
+        grouped.update(members)
+    others = [_Step(k, e) for k, e in enumerate(jaxpr.eqns) if k not in grouped]
+    return with_outputs(jaxpr, _in_order([*steps, *others]), jaxpr.outvars)
 
 
-def _is_bent(eqn: Any, is_exact: Callable[[Any], bool]) -> bool:
-    """Whether JAX's own derivative uses a residual other than as a factor, or two."""
+def _users(jaxpr: Jaxpr) -> Users:
+    users: Users = defaultdict(set)
+    for k, eqn in enumerate(jaxpr.eqns):
+        for v in variables_in(eqn.invars):
+            users[v].add(k)
+    for v in variables_in(jaxpr.outvars):
+        users[v].add(-1)
+    return users
+
+
+def _has_new_slope(eqn: Eqn, is_exact: Predicate) -> bool:
+    """Whether JAX keeps a slope that is no multiple of an operand or of the result.
+
+    A tanh's or a logistic's, so a GELU's and a SiLU's too.
+    """
     if not is_float(eqn.outvars[0]) or all(map(is_exact, eqn.invars)):
         return False
     name = eqn.primitive.name
+    # A softmax's exponential is its own slope; a ReLU's is a bit.
     if name in STEPS or name in ("exp", "square") or is_piecewise_linear(eqn):
         return False
-    if name == "integer_pow" and eqn.params["y"] == 2:
+    if name == "integer_pow" and eqn.params["y"] == 2:  # the square of a variance
         return False
-    return not is_product(eqn, is_exact)
+    return not is_product(eqn, is_exact)  # a GLU's
 
 
-def _clusters(jaxpr: Any, depends: Callable[[Any], bool]) -> list[list[int]]:
-    """Connected elementwise equations of one level and shape, as places in the list."""
+def _clusters(jaxpr: Jaxpr, depends: Predicate) -> list[list[int]]:
+    """Connected elementwise equations with one level and shape, by number."""
     level = _levels(jaxpr, depends)
-    made_by: dict[Any, int] = {}
+    made_by: dict[Var, int] = {}
     parent: dict[int, int] = {}
 
     def root(k: int) -> int:
@@ -125,18 +136,18 @@ def _clusters(jaxpr: Any, depends: Callable[[Any], bool]) -> list[list[int]]:
         out = eqn.outvars[0]
         made_by[out] = k
         for v in variables_in(eqn.invars):
-            made = made_by.get(v)
+            maker = made_by.get(v)
             alike = level.get(v) == level[out] and v.aval.shape == out.aval.shape
-            if made is not None and alike:
-                parent[root(k)] = root(made)
-    found = defaultdict(list)
+            if maker is not None and alike:
+                parent[root(k)] = root(maker)
+    clusters = defaultdict(list)
     for k in parent:
-        found[root(k)].append(k)
-    return list(found.values())
+        clusters[root(k)].append(k)
+    return list(clusters.values())
 
 
-def _joins(eqn: Any, depends: Callable[[Any], bool]) -> bool:
-    """Whether an equation can be part of a cluster."""
+def _joins(eqn: Eqn, depends: Predicate) -> bool:
+    """Whether an equation can be in a cluster."""
     return (
         is_elementwise(eqn)
         and eqn.outvars[0].aval.shape != ()
@@ -144,34 +155,35 @@ def _joins(eqn: Any, depends: Callable[[Any], bool]) -> bool:
     )
 
 
-def _levels(jaxpr: Any, depends: Callable[[Any], bool]) -> dict[Any, int]:
-    """The level of each variable; elementwise results as late as their users allow."""
-    level: dict[Any, int] = {}
+def _levels(jaxpr: Jaxpr, depends: Predicate) -> dict[Var, int]:
+    """Each variable's level; elementwise results as late as their users allow.
+
+    Late: in silu(x) * (x @ w), the SiLU joins the product that reads it.
+    """
+    level: dict[Var, int] = {}
     joins = [_joins(eqn, depends) for eqn in jaxpr.eqns]
-    for eqn, inside in zip(jaxpr.eqns, joins, strict=True):
+    for eqn, is_member in zip(jaxpr.eqns, joins, strict=True):
         inputs = [v for v in variables_in(eqn.invars) if depends(v)]
-        here = max([level.get(v, 0) for v in inputs], default=0)
-        level.update((v, here + (not inside)) for v in eqn.outvars)
+        highest = max([level.get(v, 0) for v in inputs], default=0)
+        level.update((v, highest + (not is_member)) for v in eqn.outvars)
     latest = {v: level.get(v, 0) for v in variables_in(jaxpr.outvars)}
-    for eqn, inside in zip(jaxpr.eqns[::-1], joins[::-1], strict=True):
-        if inside:
+    for eqn, is_member in zip(jaxpr.eqns[::-1], joins[::-1], strict=True):
+        if is_member:
             out = eqn.outvars[0]
             level[out] = latest.get(out, level[out])
-        here = min((level[v] for v in eqn.outvars), default=0) - (not inside)
+        lowest = min((level[v] for v in eqn.outvars), default=0) - (not is_member)
         for v in variables_in(eqn.invars):
-            latest[v] = min(latest.get(v, here), here)
+            latest[v] = min(latest.get(v, lowest), lowest)
     return level
 
 
-def _cluster(
-    eqns: Sequence[Any], members: Sequence[int], users: dict[Any, set[int]]
-) -> Cluster:
+def _cluster(eqns: Sequence[Eqn], members: Sequence[int], users: Users) -> Cluster:
     made = {v for e in eqns for v in e.outvars}
     ins = dict.fromkeys(
         v for e in eqns for v in variables_in(e.invars) if v not in made
     )
     outs = [v for e in eqns for v in e.outvars if users[v] - set(members)]
-    names = {
+    names: dict[Atom, str] = {
         v: e.params["name"]
         for e in eqns
         if e.primitive.name == "name"
@@ -182,12 +194,14 @@ def _cluster(
 
 @dataclass(frozen=True)
 class _Step:
-    place: int
-    eqn: Any
+    """An equation, and its number in the program."""
+
+    number: int
+    eqn: Eqn
 
 
-def _in_order(steps: Sequence[_Step]) -> list[Any]:
-    """Equations after those that make their inputs, else by place."""
+def _in_order(steps: Sequence[_Step]) -> list[Eqn]:
+    """Equations after those that make their inputs, else by number."""
     makers = {v: i for i, s in enumerate(steps) for v in s.eqn.outvars}
     waiting, after = [0] * len(steps), defaultdict(list)
     for i, step in enumerate(steps):
@@ -196,14 +210,14 @@ def _in_order(steps: Sequence[_Step]) -> list[Any]:
         for j in needs:
             after[j].append(i)
     tie = itertools.count()
-    ready = [(s.place, next(tie), i) for i, s in enumerate(steps) if not waiting[i]]
+    ready = [(s.number, next(tie), i) for i, s in enumerate(steps) if not waiting[i]]
     heapq.heapify(ready)
-    done = []
+    ordered: list[Eqn] = []
     while ready:
         _, _, i = heapq.heappop(ready)
-        done.append(steps[i].eqn)
+        ordered.append(steps[i].eqn)
         for j in after[i]:
             waiting[j] -= 1
             if not waiting[j]:
-                heapq.heappush(ready, (steps[j].place, next(tie), j))
-    return done
+                heapq.heappush(ready, (steps[j].number, next(tie), j))
+    return ordered

@@ -1,32 +1,38 @@
-"""Choose what of a forward program to store, so that backward has every residual.
+"""Choose the values to store in a forward program, so that backward has each residual.
 
 A residual that is exact costs little: it is kept, or evaluated again from parameters,
 masks and statistics. Any other one is derived from its base, and bases are stored, with
-three exceptions that need no array of their own: a concatenation of stored values, the
-sum of two of them, and parts of a value that is stored whole.
+three exceptions that need no further array: concatenated stored values (DenseNet), the
+sum when both terms are stored (a residual join), and parts when the whole is stored (a
+fused query-key-value product).
 """
 
+import dataclasses
+import functools
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from jaxact._form.affine_classes import Classes
 from jaxact._jaxpr.read import is_literal
+from jaxact._jaxpr.types import Atom, Jaxpr, Producers, Var
+
+# A set in the order in which it grew.
+Roots = dict[Var, None]
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Chooser:
-    """What the residuals of one program need."""
+    """A program's classes, and the equations that connect them."""
 
-    def __init__(self, jaxpr: Any, classes: Classes, makers: dict[Any, Any]) -> None:
-        self.classes = classes
-        self.makers = makers
-        self.place = {v: k for k, e in enumerate(jaxpr.eqns) for v in e.outvars}
+    jaxpr: Jaxpr
+    classes: Classes
+    producers: Producers
 
-    def bases(self, variables: Iterable[Any]) -> list[Any]:
-        """The bases of what is inexact among `variables`."""
+    def bases(self, variables: Iterable[Atom]) -> list[Var]:
+        """The inexact variables' bases."""
         inexact = [v for v in variables if not self.classes.is_exact(v)]
         return list(dict.fromkeys(self.classes.base[v] for v in inexact))
 
-    def choose(self, residuals: Sequence[Any]) -> list[Any]:
+    def choose(self, residuals: Sequence[Var]) -> list[Var]:
         """The bases to store for `residuals`."""
         roots = self._whole_or_parts(dict.fromkeys(self.bases(residuals)))
         roots = self._split_concatenations(roots)
@@ -34,87 +40,99 @@ class Chooser:
         return [v for v in roots if v not in joined]
 
     def derive(
-        self, residuals: Sequence[Any], stored: Iterable[Any]
-    ) -> tuple[list[Any], set[int]]:
+        self, residuals: Sequence[Var], stored: Iterable[Var]
+    ) -> tuple[list[Var], set[int]]:
         """How to have `residuals` from `stored`.
 
         Returns:
-          The exact variables to keep, and ids of the equations to evaluate again.
+          The exact variables to keep, and the equations to evaluate again, by id.
         """
         stored, kept, replayed = set(stored), [], set()
-        todo, seen = list(residuals), set()
+        todo: list[Atom] = list(residuals)
+        seen: set[Var] = set()
         while todo:
             v = todo.pop()
             if is_literal(v) or v in seen or v in stored:
                 continue
             seen.add(v)
-            if self.classes.is_exact(v) and v not in self.classes.again:
+            if self.classes.is_exact(v) and v not in self.classes.cheap:
                 kept.append(v)
                 continue
-            eqn = self.makers[v]
+            eqn = self.producers[v]
             replayed.add(id(eqn))
             todo.extend(eqn.invars)
             if v in self.classes.sides:
                 todo.append(self.classes.sides[v][0])
         return kept, replayed
 
-    def _order(self, v: Any) -> int:
-        return self.place.get(v, -1)
+    @functools.cached_property
+    def _positions(self) -> dict[Var, int]:
+        return {v: k for k, e in enumerate(self.jaxpr.eqns) for v in e.outvars}
 
-    def _whole_or_parts(self, roots: dict[Any, None]) -> dict[Any, None]:
-        """Store parts of a value apart only where that takes fewer elements."""
-        parts: dict[Any, list[Any]] = {}
+    def _position(self, v: Var) -> int:
+        """The place where `v` is computed; inputs come first."""
+        return self._positions.get(v, -1)
+
+    def _whole_or_parts(self, roots: Roots) -> Roots:
+        """Store parts apart only where they have fewer elements than the whole.
+
+        Queries, keys and values get their own groups; overlapping windows, which
+        together are larger than the value that they are cut from, do not.
+        """
+        parts: dict[Var, list[Var]] = {}
         for v, whole in self.classes.parts.items():
             parts.setdefault(whole, []).append(v)
         roots = self._without_parts(roots)
-        for whole in sorted(parts, key=self._order, reverse=True):
+        for whole in sorted(parts, key=self._position, reverse=True):
             needed = [v for v in parts[whole] if v in roots]
-            size, limit = sum(v.aval.size for v in needed), whole.aval.size
-            if size > limit:
+            if sum(v.aval.size for v in needed) > whole.aval.size:
                 roots = self._without_parts(roots | {whole: None})
         return roots
 
-    def _without_parts(self, roots: dict[Any, None]) -> dict[Any, None]:
-        """Without what is a part of something else that is stored."""
-        parents = self.classes.parts
-        whole = lambda v: self._nearest(parents[v], roots) if v in parents else v
-        return {v: None for v in roots if v not in parents or whole(v) not in roots}
+    def _without_parts(self, roots: Roots) -> Roots:
+        """Without parts whose whole is a root: a ReLU's output where x is stored."""
+        wholes = self.classes.parts
 
-    def _nearest(self, v: Any, roots: Iterable[Any]) -> Any:
-        """What is stored that a base is a part of; the base itself if nothing is."""
-        base = v
-        while v not in roots:
-            if v not in self.classes.parts:
-                return base
-            v = self.classes.parts[v]
-        return v
+        def is_part(v: Var) -> bool:
+            return v in wholes and self._nearest(wholes[v], roots) in roots
 
-    def _split_concatenations(self, roots: dict[Any, None]) -> dict[Any, None]:
-        """Store what was concatenated, unless that is more."""
-        for v in sorted(self.makers, key=self._order, reverse=True):
+        return {v: None for v in roots if not is_part(v)}
+
+    def _nearest(self, v: Var, roots: Roots) -> Var:
+        """The root that `v` is, or is a part of; `v` itself without one."""
+        whole = v
+        while whole not in roots:
+            if whole not in self.classes.parts:
+                return v
+            whole = self.classes.parts[whole]
+        return whole
+
+    def _split_concatenations(self, roots: Roots) -> Roots:
+        """Store a concatenation's operands, unless they are larger (DenseNet)."""
+        for v in sorted(self.producers, key=self._position, reverse=True):
             bases = self._operands(v, roots, "concatenate") if v in roots else []
-            new = [b for b in bases if b not in roots]
-            if bases and sum(b.aval.size for b in new) <= v.aval.size:
+            added = [b for b in bases if b not in roots]
+            if bases and sum(b.aval.size for b in added) <= v.aval.size:
                 roots = {u: None for u in roots if u is not v}
-                roots |= dict.fromkeys(new)
-        return dict.fromkeys(sorted(roots, key=self._order))
+                roots |= dict.fromkeys(added)
+        return dict.fromkeys(sorted(roots, key=self._position))
 
-    def _sums_of_two(self, roots: dict[Any, None]) -> set[Any]:
-        """Roots that are the sum of two stored values (a residual join).
+    def _sums_of_two(self, roots: Roots) -> set[Var]:
+        """Roots that are a sum with both terms stored: x + f(x), a residual join.
 
-        Not of sums themselves: the noise of a value would grow with depth, and the
-        backward pass would hold a chain of decoded values.
+        Not a sum that has a sum as a term: a value's noise would grow with depth, and
+        the backward pass would hold a whole chain, decoded.
         """
-        joined: set[Any] = set()
+        joined: set[Var] = set()
         for v in roots:
             bases = self._operands(v, roots, "add", "sub", "add_any")
             if len(bases) == 2 and all(b in roots and b not in joined for b in bases):
                 joined.add(v)
         return joined
 
-    def _operands(self, v: Any, roots: Iterable[Any], *names: str) -> list[Any]:
-        """The bases of the operands, if one of `names` makes v."""
-        eqn = self.makers.get(v)
-        if eqn is None or eqn.primitive.name not in names:
+    def _operands(self, v: Var, roots: Roots, *primitives: str) -> list[Var]:
+        """The operands' bases, if one among `primitives` makes v."""
+        eqn = self.producers.get(v)
+        if eqn is None or eqn.primitive.name not in primitives:
             return []
         return list({self._nearest(b, roots): None for b in self.bases(eqn.invars)})

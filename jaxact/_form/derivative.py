@@ -19,14 +19,16 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import ad
 
-from jaxact._form.slopes import apply, plus, slopes_of, times
+from jaxact._form.slopes import Slope, apply, plus, slopes_of, times
 from jaxact._jaxpr.evaluate import bind, traced_at, value_of
 from jaxact._jaxpr.primitives import STEPS
 from jaxact._jaxpr.read import is_float, is_literal, is_piecewise_linear
+from jaxact._jaxpr.types import Array, Atom, Env, Eqn, Predicate, Tangent, Var
 
 DERIVATIVE_OF = "derivative of "
 
 Edges = dict[Any, dict[Any, Any]]  # v -> u -> slope dv/du
+Operation = Callable[[Any, Any], Any]  # a product or sum of two slopes
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,17 +38,17 @@ class Cluster:
     Attributes:
       ins: variables from outside; outs: those that are used outside.
       eliminated: vertices to eliminate, in order.
-      names: `checkpoint_name`s of variables.
+      names: `checkpoint_name`s, by variable.
     """
 
-    eqns: Sequence[Any]
-    ins: Sequence[Any]
-    outs: Sequence[Any]
-    eliminated: Sequence[Any] = ()
-    names: dict[Any, str] = field(default_factory=dict)
+    eqns: Sequence[Eqn]
+    ins: Sequence[Var]
+    outs: Sequence[Var]
+    eliminated: Sequence[Var] = ()
+    names: dict[Atom, str] = field(default_factory=dict)
 
 
-def eliminate(edges: Edges, v: Any, times: Callable[..., Any], plus: Any) -> None:
+def eliminate(edges: Edges, v: Var, times: Operation, plus: Operation) -> None:
     """Remove an inner vertex from the graph."""
     above = edges.pop(v)
     for slopes in edges.values():
@@ -58,19 +60,31 @@ def eliminate(edges: Edges, v: Any, times: Callable[..., Any], plus: Any) -> Non
             slopes[u] = plus(slopes[u], product) if u in slopes else product
 
 
-# The graph as it is planned: a slope is None where it is exact, else what tells the
-# array that it is an exact multiple of: a variable or a number.
+# The graph while it is planned. A slope is an exact factor times an array, and only the
+# array counts: a value in the program, a number for any other array, None without one.
 
 
-def plan_elimination(
-    cluster: Cluster, is_exact: Callable[[Any], bool]
-) -> tuple[Sequence[Any], float, float]:
+@dataclass(frozen=True)
+class _Value:
+    """A slope that is a multiple of a variable in the program."""
+
+    variable: Atom
+
+
+_Array = _Value | int | None
+
+
+def elimination_order(
+    cluster: Cluster, is_exact: Predicate
+) -> tuple[Sequence[Var], float, float]:
     """(vertices to eliminate, cost without and with eliminating them)."""
     fresh = itertools.count()
     edges = _planned_edges(cluster, is_exact, fresh)
     outs = set(cluster.outs)
     # From the outputs back: it leaves few paths side by side to add up.
     order, after = _eliminated(edges, [v for v in edges if v not in outs][::-1], fresh)
+    # Leaving a vertex with several operands can be cheaper, where a slope stays a value
+    # in the program: a SiLU behind a norm's gain, a GRU's gates.
     for v in [v for v in order if len(edges[v]) > 1]:
         fewer, cost = _eliminated(edges, [u for u in order if u is not v], fresh)
         if cost < after:
@@ -79,20 +93,20 @@ def plan_elimination(
 
 
 def _eliminated(
-    edges: Edges, vertices: Sequence[Any], fresh: Iterator[int]
-) -> tuple[Sequence[Any], float]:
-    """Eliminate where the number of arrays does not grow; with the cost at the end."""
-    products: dict[Any, int] = {}
+    edges: Edges, vertices: Sequence[Var], fresh: Iterator[int]
+) -> tuple[Sequence[Var], float]:
+    """Eliminate where no array is added; with the cost at the end."""
+    products: dict[tuple[_Array, _Array], int] = {}
 
-    def times(a: Any, b: Any) -> Any:
+    def times(a: _Array, b: _Array) -> _Array:
         if a is None or b is None:
             return b if a is None else a
         return products.setdefault((a, b), next(fresh))
 
-    def plus(a: Any, b: Any) -> Any:
+    def plus(a: _Array, b: _Array) -> _Array:
         return a if a == b else next(fresh)
 
-    order: list[Any] = []
+    order: list[Var] = []
     for v in vertices:
         tried = {w: dict(slopes) for w, slopes in edges.items()}
         eliminate(tried, v, times, plus)
@@ -102,23 +116,18 @@ def _eliminated(
     return order, _cost(_arrays(edges))
 
 
-def _arrays(edges: Edges) -> set[Any]:
+def _arrays(edges: Edges) -> set[_Array]:
     return {s for slopes in edges.values() for s in slopes.values()} - {None}
 
 
-def _cost(arrays: set[Any]) -> float:
-    """A value of the program may be stored anyway, or be derived from one that is."""
+def _cost(arrays: set[_Array]) -> float:
+    """A value in the program may be stored anyway, or be derived from one that is."""
     return sum(1 if isinstance(a, _Value) else 1.5 for a in arrays)
 
 
-@dataclass(frozen=True)
-class _Value:
-    """A slope that is a multiple of a variable of the program."""
-
-    variable: Any
-
-
-def _planned_edges(cluster: Cluster, is_exact: Any, fresh: Any) -> Edges:
+def _planned_edges(
+    cluster: Cluster, is_exact: Predicate, fresh: Iterator[int]
+) -> Edges:
     edges: Edges = {}
     for eqn in cluster.eqns:
         out = eqn.outvars[0]
@@ -128,32 +137,42 @@ def _planned_edges(cluster: Cluster, is_exact: Any, fresh: Any) -> Edges:
         for i, u in enumerate(eqn.invars):
             if is_literal(u) or not is_float(u):
                 continue
-            slope = None
-            if is_product(eqn, is_exact):
-                other = eqn.invars[1 - i]
-                if not (is_exact(other) or (i == 0 and eqn.primitive.name == "div")):
-                    slope = _Value(other)
-            elif not is_piecewise_linear(eqn) and not all(map(is_exact, eqn.invars)):
-                slope = next(fresh)
+            slope = _planned_slope(eqn, i, is_exact, fresh)
             slopes[u] = slope if u not in slopes else next(fresh)
     return edges
 
 
-def is_product(eqn: Any, is_exact: Callable[[Any], bool]) -> bool:
-    """Whether each slope is a multiple, with an exact factor, of the other operand."""
+def _planned_slope(
+    eqn: Eqn, i: int, is_exact: Predicate, fresh: Iterator[int]
+) -> _Array:
+    """The array that the slope in the i-th operand takes."""
+    if is_product(eqn, is_exact):
+        factor = eqn.invars[1 - i]
+        # A norm's inverse deviation or gain, a dropout's rate.
+        if is_exact(factor) or (i == 0 and eqn.primitive.name == "div"):
+            return None
+        return _Value(factor)  # of a GLU, or an LSTM's gate
+    # A ReLU's slope is told by a bit; the rest has exact operands.
+    if is_piecewise_linear(eqn) or all(map(is_exact, eqn.invars)):
+        return None
+    return next(fresh)  # a tanh's, each step's of a GELU
+
+
+def is_product(eqn: Eqn, is_exact: Predicate) -> bool:
+    """Whether each slope is the other operand times an exact factor."""
     name = eqn.primitive.name
     return name == "mul" or (name == "div" and is_exact(eqn.invars[1]))
 
 
-# The graph as it is evaluated, with the slopes of `slopes.py`.
+# The graph as it is evaluated, with slopes from `slopes.py`.
 
 
 def differentiate(
-    cluster: Cluster, values: Sequence[Any], tangents: Sequence[Any]
-) -> tuple[list[Any], list[Any]]:
-    """Outputs of a cluster, and their tangents, linear in the given ones."""
-    env = dict(zip(cluster.ins, values, strict=True))
-    tangent = {
+    cluster: Cluster, values: Sequence[Array], tangents: Sequence[Tangent]
+) -> tuple[list[Array], list[Tangent]]:
+    """A cluster's outputs, and their tangents, linear in the given ones."""
+    env: Env = dict(zip(cluster.ins, values, strict=True))
+    tangent: dict[Atom, Tangent] = {
         v: t
         for v, t in zip(cluster.ins, tangents, strict=True)
         if not isinstance(t, ad.Zero)
@@ -182,15 +201,18 @@ def differentiate(
             ]
             tangent[v] = functools.reduce(lax.add, terms)
     outs = [env[v] for v in cluster.outs]
-    zero = lambda v: ad.Zero(v.aval.to_tangent_aval())
-    return outs, [tangent[v] if v in tangent else zero(v) for v in cluster.outs]
+    return outs, [tangent[v] if v in tangent else _zero(v) for v in cluster.outs]
 
 
-def _is_vertex(u: Any, tangent: dict[Any, Any], edges: Edges) -> bool:
+def _is_vertex(u: Atom, tangent: dict[Atom, Tangent], edges: Edges) -> bool:
     return not is_literal(u) and is_float(u) and (u in tangent or u in edges)
 
 
-def _named(slope: Any, name: str | None) -> Any:
+def _zero(v: Var) -> Tangent:
+    return ad.Zero(v.aval.to_tangent_aval())
+
+
+def _named(slope: Slope, name: str | None) -> Slope:
     """Named after the variable, so that rules for that one find its derivative."""
     if name is None or not isinstance(slope, jax.Array):
         return slope

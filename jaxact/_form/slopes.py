@@ -1,14 +1,14 @@
-"""Slopes: what a tangent is multiplied with along one elementwise equation.
+"""Slopes: the factors of a tangent along one elementwise equation.
 
-A slope is an integer, an array of the equation's shape (or one that broadcasts to it),
-or a `Choice`. Nothing here makes an array that does not depend on the data: `scan`
+A slope is an integer, an array with the equation's shape (or one that broadcasts to
+it), or `Gated`. Nothing here makes an array that does not depend on the data: `scan`
 would keep it, as large as a residual, from its forward to its backward pass.
 """
 
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,42 +19,45 @@ from jaxact._jaxpr.evaluate import bind, traced_at, value_of, varying_alike
 from jaxact._jaxpr.primitives import LINEAR, SMOOTH
 from jaxact._jaxpr.read import is_literal, is_piecewise_linear
 from jaxact._jaxpr.rewrite import flatten, jit_body
+from jaxact._jaxpr.types import Array, Atom, Dtype, Env, Eqn, Jaxpr, Primitive
 
 
 @dataclass(frozen=True)
-class Choice:
-    """`value` where a branch was taken, elsewhere zero, whatever it is multiplied with.
+class Gated:
+    """`value` where a gate is open, elsewhere zero, whatever it is multiplied with.
 
     As in JAX: the derivative of where(x > 0, sqrt(x), 0) at x < 0 is 0, not 0 * inf.
     """
 
-    taken: jax.Array
-    value: Any = 1
+    is_open: jax.Array
+    value: jax.Array | int = 1
+
+
+Slope: TypeAlias = int | jax.Array | Gated
 
 
 def slopes_of(
-    eqn: Any, inputs: Sequence[Any], moving: Sequence[int]
-) -> tuple[Any, list[Any]]:
-    """The output of an equation and its slopes in the moving inputs."""
+    eqn: Eqn, inputs: Sequence[Array], moving: Sequence[int]
+) -> tuple[jax.Array, list[Slope]]:
+    """An equation's output and its slopes in the moving inputs."""
     name, dtype = eqn.primitive.name, eqn.outvars[0].aval.dtype
-    if name in LINEAR or name in ("mul", "select_n"):
-        out = bind(eqn, inputs)[0]
-        if name == "mul":
-            return out, [jnp.asarray(inputs[1 - i], dtype) for i in moving]
-        if name == "select_n":
-            which = inputs[0].astype(jnp.int32)
-            return out, [Choice(which == i - 1) for i in moving]
+    out = bind(eqn, inputs)[0]
+    if name == "mul":
+        return out, [jnp.asarray(inputs[1 - i], dtype) for i in moving]
+    if name == "select_n":
+        branch = inputs[0].astype(jnp.int32)
+        return out, [Gated(branch == i - 1) for i in moving]
+    if name in LINEAR:
         is_minus = {"sub": {1}, "neg": {0}}.get(name, set())
         return out, [-1 if i in is_minus else 1 for i in moving]
-    out, slopes = bind(eqn, inputs)[0], []
-    for i in moving:
-        slope = _slope(eqn, inputs, i)
-        slopes.append(Choice(slope != 0, slope) if is_piecewise_linear(eqn) else slope)
-    return out, slopes
+    slopes = [_slope(eqn, inputs, i) for i in moving]
+    if is_piecewise_linear(eqn):  # max, clamp and abs: 0, 1, -1, or 1/2 at a tie
+        return out, [Gated(slope != 0, slope) for slope in slopes]
+    return out, list(slopes)
 
 
-def _slope(eqn: Any, inputs: Sequence[Any], i: int) -> Any:
-    """The slope of a nonlinear equation in its i-th input."""
+def _slope(eqn: Eqn, inputs: Sequence[Array], i: int) -> jax.Array:
+    """A nonlinear equation's slope in its i-th input."""
     dtypes = tuple(v.aval.dtype for v in eqn.invars)
     params = tuple(eqn.params.items())
     try:
@@ -65,7 +68,7 @@ def _slope(eqn: Any, inputs: Sequence[Any], i: int) -> Any:
         with traced_at(eqn):
             return _evaluate(program, inputs)
 
-    def along(x: Any) -> Any:
+    def along(x: Array) -> Any:
         return bind(eqn, [*inputs[:i], x, *inputs[i + 1 :]])[0]
 
     x = jnp.asarray(inputs[i], dtypes[i])
@@ -74,29 +77,32 @@ def _slope(eqn: Any, inputs: Sequence[Any], i: int) -> Any:
 
 @functools.cache
 def _scalar_slope(
-    primitive: Any, params: tuple[Any, ...], dtypes: tuple[Any, ...], i: int
-) -> Any | None:
-    """The slope of an elementwise primitive as a program of scalars.
+    primitive: Primitive,
+    params: tuple[tuple[str, object], ...],
+    dtypes: tuple[Dtype, ...],
+    i: int,
+) -> Jaxpr | None:
+    """An elementwise primitive's slope as a program on scalars.
 
-    Evaluated on arrays it is what JAX would compute, without an array of ones. None
+    Evaluated on arrays, it does as JAX would, without an array filled with ones. None
     where it does more than arithmetic, which needs shapes.
     """
     if primitive.name not in SMOOTH:
         return None
 
-    def slope(*scalars: Any) -> Any:
+    def slope(*scalars: Array) -> jax.Array:
         f = lambda x: primitive.bind(*scalars[:i], x, *scalars[i + 1 :], **dict(params))
         return jax.jvp(f, (scalars[i],), (np.ones((), dtypes[i]),))[1]
 
     closed = jax.make_jaxpr(slope)(*[jax.ShapeDtypeStruct((), d) for d in dtypes])
     jaxpr, consts = open_jaxpr(closed)
-    jaxpr, more = flatten(jaxpr, jit_body)
+    jaxpr, constants = flatten(jaxpr, jit_body)
     simple = all(e.primitive.name in SMOOTH | LINEAR for e in jaxpr.eqns)
-    return jaxpr if simple and not consts and not more else None
+    return jaxpr if simple and not consts and not constants else None
 
 
-def _evaluate(jaxpr: Any, inputs: Sequence[Any]) -> Any:
-    env = dict(zip(jaxpr.invars, inputs, strict=True))
+def _evaluate(jaxpr: Jaxpr, inputs: Sequence[Array]) -> jax.Array:
+    env: Env = dict(zip(jaxpr.invars, inputs, strict=True))
     for eqn in jaxpr.eqns:
         values = varying_alike([value_of(v, env) for v in eqn.invars])
         ones = [i for i, v in enumerate(eqn.invars) if _is_one(v)]
@@ -108,20 +114,29 @@ def _evaluate(jaxpr: Any, inputs: Sequence[Any]) -> Any:
     return value_of(jaxpr.outvars[0], env)
 
 
-def _is_one(v: Any) -> bool:
+def _is_one(v: Atom) -> bool:
     return is_literal(v) and v.val == 1
 
 
-def times(a: Any, b: Any) -> Any:
+def times(a: Slope, b: Slope) -> Slope:
     """The product of two slopes."""
-    if isinstance(a, Choice) and isinstance(b, Choice):
-        return Choice(a.taken & b.taken, times(a.value, b.value))
-    if isinstance(b, Choice):
-        a, b = b, a
-    if isinstance(a, Choice):
-        if isinstance(b, int):
-            return Choice(a.taken, times(a.value, b))
-        return _chosen(a.taken, times(a.value, b))
+    if isinstance(a, Gated) and isinstance(b, Gated):
+        return Gated(a.is_open & b.is_open, _product(a.value, b.value))
+    if isinstance(a, Gated):
+        return _gated_product(a, b)
+    return _gated_product(b, a) if isinstance(b, Gated) else _product(a, b)
+
+
+def _gated_product(gated: Gated, factor: Slope) -> Slope:
+    if isinstance(factor, Gated):
+        return times(gated, factor)
+    product = _product(gated.value, factor)
+    if isinstance(factor, int):
+        return Gated(gated.is_open, product)
+    return _select(gated.is_open, product)
+
+
+def _product(a: jax.Array | int, b: jax.Array | int) -> Any:
     if isinstance(a, int) or isinstance(b, int):
         number, other = (a, b) if isinstance(a, int) else (b, a)
         return other if number == 1 else other * number
@@ -129,37 +144,35 @@ def times(a: Any, b: Any) -> Any:
     return a.astype(dtype) * b.astype(dtype)
 
 
-def plus(a: Any, b: Any) -> Any:
+def plus(a: Slope, b: Slope) -> Slope:
     """The sum of two slopes."""
-    if isinstance(a, int) and isinstance(b, int):
-        return a + b
-    a, b = (_array(x) if isinstance(x, Choice) else x for x in (a, b))
+    a, b = (_array(x) if isinstance(x, Gated) else x for x in (a, b))
     if isinstance(a, int) or isinstance(b, int):
         return a + b
     dtype = jnp.promote_types(a.dtype, b.dtype)
     return a.astype(dtype) + b.astype(dtype)
 
 
-def apply(slope: Any, tangent: Any, like: Any) -> Any:
+def apply(slope: Slope, tangent: jax.Array, like: jax.Array) -> jax.Array:
     """slope * tangent, in the shape and dtype of `like`."""
-    taken = None
-    if isinstance(slope, Choice):
-        taken, slope = slope.taken, slope.value
+    gate = None
+    if isinstance(slope, Gated):
+        gate, slope = slope.is_open, slope.value
     moved = tangent.astype(like.dtype)
     if isinstance(slope, jax.Array):
         moved = moved * slope.astype(like.dtype)
     elif slope != 1:
         moved = moved * slope
     moved = jnp.broadcast_to(moved, like.shape)
-    return moved if taken is None else jnp.where(taken, moved, jnp.zeros_like(moved))
+    return moved if gate is None else jnp.where(gate, moved, jnp.zeros_like(moved))
 
 
-def _array(choice: Choice) -> jax.Array:
-    value, taken = choice.value, choice.taken
-    return _chosen(taken, taken.astype(jnp.float32) * value)
+def _array(slope: Gated) -> jax.Array:
+    return _select(slope.is_open, slope.is_open.astype(jnp.float32) * slope.value)
 
 
-def _chosen(taken: jax.Array, value: jax.Array) -> jax.Array:
-    taken, value = jnp.broadcast_arrays(taken, value)
-    zeros = (taken & False).astype(value.dtype)  # depends on the data, in name
-    return jnp.where(taken, value, zeros)
+def _select(gate: jax.Array, value: jax.Array) -> jax.Array:
+    gate, value = jnp.broadcast_arrays(gate, value)
+    # Zeros that JAX takes to depend on the data, and so leaves inside a scan.
+    zeros = (gate & False).astype(value.dtype)
+    return jnp.where(gate, value, zeros)

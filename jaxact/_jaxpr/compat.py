@@ -1,21 +1,21 @@
-"""What differs between the supported JAX versions, each with its reason.
+"""Differences between the supported JAX versions, each with its reason.
 
 Everything here uses documented modules (`jax.extend`, `jax.interpreters`); nothing
 reaches into `jax._src`. Versions meant: 0.10.2 to 0.12.
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax import lax
 
-from jaxact._jaxpr.types import Eqn
+from jaxact._jaxpr.types import Array, Atom, Aval, ClosedJaxpr, Eqn, Jaxpr, Var
 
 # 0.12 batches a backward rule correctly when an output ignores the mapped argument;
 # before, such an output's cotangent was counted once per example, so `_engine`
-# splits outputs by what they depend on.
+# splits outputs by the arguments that they depend on.
 HAS_GENERIC_BATCHING = (
     "generic_batching" in inspect.signature(jax.custom_vjp.defvjp).parameters
 )
@@ -24,15 +24,15 @@ VJP_OPTIONS: dict[str, Any] = {"symbolic_zeros": True} | (
 )
 
 
-def open_jaxpr(closed: Any) -> tuple[Any, Sequence[Any]]:
+def open_jaxpr(closed: ClosedJaxpr) -> tuple[Jaxpr, Sequence[Array]]:
     """The jaxpr and its constants; in 0.12 the two classes are one."""
     return getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
 
 
-def custom_vjp_body(eqn: Any) -> Any | None:
-    """What a call with a custom derivative rule evaluates, if it is one.
+def custom_vjp_body(eqn: Eqn) -> ClosedJaxpr | None:
+    """The body of a call with a custom derivative rule; None for another equation.
 
-    0.12 has these calls as objects of one primitive, which hold the traced function.
+    0.12 has one primitive for these calls, with an object that holds the function.
     """
     if eqn.primitive.name == "call_hi_primitive":
         traced = getattr(eqn.params["_prim"], "traced", None)
@@ -47,14 +47,14 @@ def custom_vjp_body(eqn: Any) -> Any | None:
     return closed if len(jaxpr.invars) == len(eqn.invars) else None
 
 
-def scan_counts(eqn: Any) -> tuple[int, int]:
+def scan_counts(eqn: Eqn) -> tuple[int, int]:
     """(constants, carries) of a scan; 0.12 dropped `num_consts` and `num_carry`.
 
     A carry has its body's rank, a stacked input or output one more.
     """
     jaxpr, _ = open_jaxpr(eqn.params["jaxpr"])
 
-    def stacked(outer: Any, inner: Any) -> bool:
+    def stacked(outer: Atom, inner: Atom) -> bool:
         return len(outer.aval.shape) == len(inner.aval.shape) + 1
 
     num_ys = sum(map(stacked, eqn.outvars, jaxpr.outvars))
@@ -63,29 +63,32 @@ def scan_counts(eqn: Any) -> tuple[int, int]:
     return len(eqn.invars) - num_xs - num_carry, num_carry
 
 
-def reduced_like(gradient: Any, aval: Any) -> Any:
+def reduced_like(gradient: jax.Array, aval: Aval) -> jax.Array:
     """A gradient, summed over the manual axes over which its argument is the same.
 
-    0.12 does that to what a custom derivative rule returns; 0.10 refuses it.
+    0.12 does that to the results of a custom derivative rule; 0.10 refuses it.
     """
-    own = jax.typeof(gradient).manual_axis_type.varying
-    more = set(own) - set(aval.manual_axis_type.varying)
-    return lax.psum(gradient, tuple(more)) if more else gradient
+    varying = jax.typeof(gradient).manual_axis_type.varying
+    summed = set(varying) - set(aval.manual_axis_type.varying)
+    return lax.psum(gradient, tuple(summed)) if summed else gradient
 
 
-def with_constants(jaxpr: Any, variables: Sequence[Any], values: Sequence[Any]) -> Any:
+def with_constants(
+    jaxpr: Jaxpr, variables: Sequence[Var], values: Sequence[Array]
+) -> Jaxpr:
     """`jaxpr` with more constants; in 0.12 it holds their values too."""
     if not variables:
         return jaxpr
-    constvars = [*jaxpr.constvars, *variables]
-    held = {"consts": [*jaxpr.consts, *values]} if hasattr(jaxpr, "consts") else {}
-    return jaxpr.replace(constvars=constvars, **held)
+    changes: dict[str, Any] = {"constvars": [*jaxpr.constvars, *variables]}
+    if hasattr(jaxpr, "consts"):
+        changes["consts"] = [*open_jaxpr(jaxpr)[1], *values]
+    return jaxpr.replace(**changes)
 
 
-def is_plain_jit(eqn: Any) -> bool:
+def is_plain_jit(eqn: Eqn) -> bool:
     """Whether an equation is a `jit` without shardings, donation or options.
 
-    What a jit does not say about a sharding is an instance of a private class.
+    Where a jit says nothing about a sharding, its parameter has a private class.
     """
     if eqn.primitive.name not in ("jit", "pjit") or eqn.effects:
         return False
@@ -98,7 +101,7 @@ def is_plain_jit(eqn: Any) -> bool:
     )
 
 
-def bind_params(eqn: Eqn) -> tuple[Sequence[Any], dict[str, Any]]:
+def bind_params(eqn: Eqn) -> tuple[Sequence[Callable[..., Any]], dict[str, Any]]:
     """The functions and parameters to bind an equation's primitive with again."""
     params = eqn.primitive.get_bind_params(eqn.params)
     # (functions, params) until 0.12, params alone since

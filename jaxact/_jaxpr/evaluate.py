@@ -1,5 +1,6 @@
-"""Evaluate the equations of a traced program one by one."""
+"""Evaluate a traced program, equation by equation."""
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,15 +10,15 @@ from jax.extend import source_info_util
 
 from jaxact._jaxpr.compat import bind_params
 from jaxact._jaxpr.read import is_literal
-from jaxact._jaxpr.types import Eqn
+from jaxact._jaxpr.types import Array, Atom, Env, Eqn
 
 
-def value_of(v: Any, env: dict[Any, Any]) -> Any:
-    """The value of a variable or literal."""
+def value_of(v: Atom, env: Env) -> Any:
+    """A variable's or literal's value."""
     return v.val if is_literal(v) else env[v]
 
 
-def bind(eqn: Eqn, values: Sequence[Any]) -> list[Any]:
+def bind(eqn: Eqn, values: Sequence[Array]) -> list[Any]:
     """Apply one equation, keeping the source line and scope it was traced under."""
     functions, params = bind_params(eqn)
     with traced_at(eqn), eqn.ctx.manager:
@@ -25,17 +26,17 @@ def bind(eqn: Eqn, values: Sequence[Any]) -> list[Any]:
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
-def traced_at(eqn: Any) -> Any:
-    """A context in which what is traced has the source line and scope of `eqn`."""
+def traced_at(eqn: Eqn) -> contextlib.AbstractContextManager[None]:
+    """A context in which operations get the source line and scope of `eqn`."""
     info = eqn.source_info
     stack = source_info_util.current_name_stack() + info.name_stack
     return source_info_util.user_context(info.traceback, name_stack=stack)
 
 
-def varying_alike(values: Sequence[Any]) -> list[Any]:
-    """The values as operands of one primitive inside a `shard_map` that checks them.
+def varying_alike(values: Sequence[Array]) -> list[Any]:
+    """The values as operands for one primitive inside a `shard_map` that checks them.
 
-    Primitives, unlike the functions of `lax`, do not cast a constant themselves.
+    Primitives, unlike `lax` functions, do not cast a constant themselves.
     """
     axes = [set(jax.typeof(v).manual_axis_type.varying) for v in values]
     every = set().union(*axes)

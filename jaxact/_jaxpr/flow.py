@@ -1,21 +1,23 @@
 """Carry facts forward through a traced program, into calls, scans and branches.
 
-A fact about a value is a bit of an integer; values join by OR. One walk serves three
-questions: which arguments does a value depend on, is it an activation or made of
-parameters alone, and which marked residual is it made from.
+A fact about a value is a bit in an integer; values join by OR. One walk serves several
+questions: which arguments does a value depend on, is it an activation or made from
+parameters alone, which marked residual is it made from, is it a custom rule's own.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeAlias
 
 from jaxact._jaxpr.compat import open_jaxpr, scan_counts
 from jaxact._jaxpr.read import call_body, is_literal
+from jaxact._jaxpr.types import Atom, ClosedJaxpr, Eqn, Jaxpr, Var
 
-# (equation, facts of its inputs, equations around it) -> facts of its outputs
-Transfer = Callable[[Any, Sequence[int], tuple[Any, ...]], int]
+Facts: TypeAlias = dict[Var, int]
+# (equation, facts about its inputs, equations around it) -> about its outputs
+Transfer: TypeAlias = Callable[[Eqn, Sequence[int], tuple[Eqn, ...]], int]
 
 
-def union(eqn: Any, facts: Sequence[int], around: tuple[Any, ...]) -> int:
+def union(eqn: Eqn, facts: Sequence[int], around: tuple[Eqn, ...]) -> int:
     """A value has every fact that an input has."""
     out = 0
     for bits in facts:
@@ -24,14 +26,14 @@ def union(eqn: Any, facts: Sequence[int], around: tuple[Any, ...]) -> int:
 
 
 def flow(
-    jaxpr: Any,
+    jaxpr: Jaxpr,
     facts: Sequence[int],
     transfer: Transfer = union,
-    around: tuple[Any, ...] = (),
-) -> dict[Any, int]:
-    """Facts of every variable, given those of the last inputs.
+    around: tuple[Eqn, ...] = (),
+) -> Facts:
+    """Facts about every variable, given those about the last inputs.
 
-    `facts` may begin with facts of the constants; without them a constant has none.
+    `facts` may begin with facts about the constants; without them a constant has none.
     """
     inputs = [*jaxpr.constvars, *jaxpr.invars]
     padding = [0] * (len(inputs) - len(facts))
@@ -42,24 +44,24 @@ def flow(
     return env
 
 
-def fact_of(env: dict[Any, int], v: Any) -> int:
-    return 0 if is_literal(v) else env.get(v, 0)
+def fact_of(facts: Facts, v: Atom) -> int:
+    return 0 if is_literal(v) else facts.get(v, 0)
 
 
 def flow_through(
-    eqn: Any,
+    eqn: Eqn,
     facts: Sequence[int],
     transfer: Transfer = union,
-    around: tuple[Any, ...] = (),
+    around: tuple[Eqn, ...] = (),
 ) -> list[int]:
-    """Facts of the outputs of one equation."""
+    """Facts about the outputs of one equation."""
     name = eqn.primitive.name
-    inside = (*around, eqn)
     if name == "scan":
         return scan_facts(eqn, facts, transfer, around)[1]
     if name == "cond":
         branches = [
-            _outputs(b, facts[1:], transfer, inside) for b in eqn.params["branches"]
+            _outputs(b, facts[1:], transfer, (*around, eqn))
+            for b in eqn.params["branches"]
         ]
         return [
             facts[0] | union(eqn, outs, around) for outs in zip(*branches, strict=True)
@@ -68,26 +70,30 @@ def flow_through(
         return list(facts)
     body = call_body(eqn)
     if body is not None:
-        return _outputs(body, facts, transfer, inside)
+        return _outputs(body, facts, transfer, (*around, eqn))
     return [transfer(eqn, facts, around)] * len(eqn.outvars)
 
 
 def scan_facts(
-    eqn: Any, facts: Sequence[int], transfer: Transfer, around: tuple[Any, ...] = ()
+    eqn: Eqn, facts: Sequence[int], transfer: Transfer, around: tuple[Eqn, ...] = ()
 ) -> tuple[list[int], list[int]]:
-    """Facts of a scan's body inputs and of its outputs, at the carry's fixed point."""
+    """Facts about a scan's body inputs and its outputs, at the carry's fixed point."""
     num_consts, num_carry = scan_counts(eqn)
-    inside, carry = list(facts), slice(num_consts, num_consts + num_carry)
+    carry = slice(num_consts, num_consts + num_carry)
+    inputs = list(facts)
     while True:  # ends: facts only grow, and there are finitely many
-        out = _outputs(eqn.params["jaxpr"], inside, transfer, (*around, eqn))
-        grown = [a | b for a, b in zip(inside[carry], out[:num_carry], strict=True)]
-        if grown == inside[carry]:
-            return inside, out
-        inside[carry] = grown
+        out = _outputs(eqn.params["jaxpr"], inputs, transfer, (*around, eqn))
+        grown = [a | b for a, b in zip(inputs[carry], out[:num_carry], strict=True)]
+        if grown == inputs[carry]:
+            return inputs, out
+        inputs[carry] = grown
 
 
 def _outputs(
-    closed: Any, facts: Sequence[int], transfer: Transfer, around: tuple[Any, ...]
+    closed: ClosedJaxpr,
+    facts: Sequence[int],
+    transfer: Transfer,
+    around: tuple[Eqn, ...],
 ) -> list[int]:
     jaxpr, _ = open_jaxpr(closed)
     env = flow(jaxpr, facts, transfer, around)

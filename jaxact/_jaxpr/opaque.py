@@ -1,8 +1,8 @@
 """A call that JAX's partial evaluation does not look into.
 
-When `scan` is differentiated, JAX moves what does not depend on its loop out of it, and
-keeps the results: every constant that an encoder broadcasts would become an array as
-large as the residual (250 MiB on a 12-layer transformer compiled for an H100).
+When `scan` is differentiated, JAX moves computations that do not depend on its loop out
+of it, and keeps the results: every constant that an encoder broadcasts would become an
+array as large as the residual (250 MiB on a 12-layer transformer compiled for an H100).
 """
 
 from collections.abc import Callable
@@ -15,12 +15,13 @@ from jax.interpreters import batching, mlir
 
 from jaxact._jaxpr.compat import open_jaxpr
 from jaxact._jaxpr.rewrite import without_constants
+from jaxact._jaxpr.types import Array, Axes, Jaxpr
 
 opaque_p = jex.Primitive("jaxact_opaque")
 opaque_p.multiple_results = True
 
 
-def opaque(f: Callable[..., Any], *args: Any) -> Any:
+def opaque(f: Callable[..., Any], *args: Array) -> Any:
     """`f(*args)` for arrays, in one equation that is not differentiated."""
     closed, out = jax.make_jaxpr(f, return_shape=True)(*args)
     jaxpr, consts = open_jaxpr(closed)
@@ -28,12 +29,12 @@ def opaque(f: Callable[..., Any], *args: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(out), results)
 
 
-def _evaluate(*args: Any, jaxpr: Any) -> list[Any]:
+def _evaluate(*args: Array, jaxpr: Any) -> list[Any]:
     return core.eval_jaxpr(jaxpr, (), *args)
 
 
-def _batch(args: Any, dims: Any, *, jaxpr: Any) -> Any:
-    mapped = jax.vmap(lambda *args: _evaluate(*args, jaxpr=jaxpr), in_axes=dims)
+def _batch(args: tuple[Array, ...], dims: Axes, *, jaxpr: Jaxpr) -> Any:
+    mapped = jax.vmap(lambda *args: _evaluate(*args, jaxpr=jaxpr), in_axes=tuple(dims))
     return opaque(mapped, *args), [0] * len(jaxpr.outvars)
 
 

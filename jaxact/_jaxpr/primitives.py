@@ -1,4 +1,4 @@
-"""JAX's primitives by name: what each does to values, to exactness and to linearity.
+"""JAX's primitives by name: their effect on values, on exactness and on linearity.
 
 The one table: everything that asks about a primitive derives its sets from these.
 """
@@ -7,25 +7,30 @@ The one table: everything that asks about a primitive derives its sets from thes
 RESHAPES = frozenset(
     "reshape transpose broadcast_in_dim squeeze expand_dims rev".split()
 )
+# Identities that only label their operand: `checkpoint_name`, and `_form/tags.py`.
+LABELS = frozenset(["name", "jaxact_tag"])
 # Change neither.
-COPIES = frozenset("copy copy_p stop_gradient name sharding_constraint".split())
-# Change the type of an element, or only its precision.
+COPIES = LABELS | frozenset("copy copy_p stop_gradient sharding_constraint".split())
+# Change an element's type, or only its precision.
 CASTS = frozenset("convert_element_type reduce_precision".split())
+# Where a value comes from is read through these; `jax.checkpoint` puts the second two
+# around the values that it saves.
+TRANSPARENT = LABELS | {"reduce_precision", "optimization_barrier", "jaxact_residual"}
 # Recomputing these costs next to nothing.
 MOVES = RESHAPES | COPIES | CASTS
 # Keep a part of their first operand.
 SELECTIONS = frozenset("slice dynamic_slice gather split".split())
-# Elements of the first operand, moved or selected. A gather is none: the rows that
-# indices take out of an embedding are an activation.
+# Move or select elements from the first operand. A gather is none: the rows that
+# indices take from an embedding are an activation.
 VIEWS = MOVES | SELECTIONS - {"gather"}
 JOINS = frozenset("concatenate pad".split())
-# Affine in all of their floating operands together.
+# Affine in all floating operands together.
 SUMS = frozenset("add sub add_any neg select_n".split()) | JOINS | MOVES
 
 COMPARISONS = frozenset("gt lt ge le eq ne".split())
 # Piecewise linear: the derivative takes a few values, told apart by exact bits.
 PIECEWISE = COMPARISONS | frozenset("max min select_n clamp abs".split())
-# One output element for each element of the operands, by a smooth function.
+# One output element for each operand element, by a smooth function.
 SMOOTH = frozenset(
     "mul div exp exp2 log log1p expm1 tanh logistic integer_pow pow sqrt rsqrt cbrt "
     "erf erfc erf_inv lgamma digamma sin cos tan asin acos atan atan2 sinh cosh asinh "
@@ -42,10 +47,10 @@ LINEAR = (
     frozenset("add sub neg add_any".split()) | CASTS | COPIES - {"sharding_constraint"}
 )
 ELEMENTWISE = LINEAR | PIECEWISE | SMOOTH | STEPS | _INTEGER
-# What XLA computes where it is read, and not in memory. A kernel would put it there:
-# with kernels for everything a step of ResNet-50 moves 40.9 GB and takes 834 MiB, with
-# these fused 29.0 GB and 521 MiB, with no kernel 29.3 and 520 (operands and results of
-# every instruction compiled for an H100, batch 64, 2 bits).
+# XLA computes these where their result is read, and not in memory. A kernel would:
+# with kernels for everything a ResNet-50 step moves 40.9 GB and takes 834 MiB, with
+# these fused 29.0 GB and 521 MiB, with no kernel 29.3 and 520 (every
+# instruction's operands and results, compiled for an H100, batch 64, 2 bits).
 FUSED = ELEMENTWISE - MOVES
 # Cheap to evaluate again in the backward pass.
 CHEAP = ELEMENTWISE | SUMS | SELECTIONS | {"iota", "bitcast_convert_type"}
@@ -55,17 +60,20 @@ REDUCTIONS = frozenset(
 )
 MATMULS = frozenset(["dot_general", "conv_general_dilated"])
 
-# The backward pass solves with what these are given, or divides by differences of what
-# they return: that is no product, and with a rounded matrix it can be unbounded.
+# The backward pass solves with a solver's operands, and divides by differences between
+# a factorization's results: that is no product, and with a rounded matrix it can be
+# unbounded.
 SOLVERS = frozenset("triangular_solve custom_linear_solve tridiagonal_solve".split())
 FACTORIZATIONS = frozenset("lu cholesky eigh eig qr geqrf svd schur hessenberg".split())
 
-# Calls. `pjit` and `closed_call` are 0.10 names, `eval_jaxpr` is what 0.12 leaves after
+# Calls. `pjit` and `closed_call` are 0.10 names; `eval_jaxpr` remains in 0.12 after
 # partial evaluation.
 JITS = frozenset(["jit", "pjit"])
 CHECKPOINTS = frozenset(["checkpoint", "remat", "remat2"])
 CUSTOM_VJPS = frozenset(["custom_vjp_call", "custom_vjp_call_jaxpr"])
-# The parameter with the body of a call, whose inputs and outputs are the call's own.
+# Calls whose backward pass may do anything with the values that they keep.
+CUSTOM_RULES = CHECKPOINTS | CUSTOM_VJPS
+# The parameter with a call's body, whose inputs and outputs are the call's own.
 CALL_BODIES = {
     **dict.fromkeys([*JITS, "eval_jaxpr", *CHECKPOINTS], "jaxpr"),
     **dict.fromkeys(["closed_call", "core_call"], "call_jaxpr"),

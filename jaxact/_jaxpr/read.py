@@ -1,28 +1,29 @@
 """Read the parts of a traced program."""
 
 from collections.abc import Hashable, Sequence
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex
 
-from jaxact._jaxpr.compat import open_jaxpr
+from jaxact._jaxpr.compat import custom_vjp_body, open_jaxpr
 from jaxact._jaxpr.primitives import (
     CALL_BODIES,
+    CUSTOM_RULES,
     ELEMENTWISE,
     LINEAR,
     PIECEWISE,
     STEPS,
 )
-from jaxact._jaxpr.types import Atom, Eqn, Literal
+from jaxact._jaxpr.types import Atom, ClosedJaxpr, Eqn, Literal, Var
 
 
 def is_literal(v: Atom) -> TypeGuard[Literal]:
     return isinstance(v, jex.Literal)
 
 
-def variables_in(atoms: Sequence[Any]) -> list[Any]:
+def variables_in(atoms: Sequence[Atom]) -> list[Var]:
     """The variables among variables and literals."""
     return [v for v in atoms if not is_literal(v)]
 
@@ -39,8 +40,8 @@ def literal_key(v: Atom) -> Hashable:
     return v.aval.shape, v.aval.dtype, np.asarray(v.val).tobytes()
 
 
-def call_body(eqn: Any) -> Any | None:
-    """The body of a call equation, if its inputs and outputs map one to one."""
+def call_body(eqn: Eqn) -> ClosedJaxpr | None:
+    """A call equation's body, if its inputs and outputs map one to one."""
     key = CALL_BODIES.get(eqn.primitive.name)
     closed = None if key is None else eqn.params.get(key)
     if closed is None:
@@ -48,6 +49,11 @@ def call_body(eqn: Any) -> Any | None:
     jaxpr, _ = open_jaxpr(closed)
     same = len(jaxpr.invars) == len(eqn.invars)
     return closed if same and len(jaxpr.outvars) == len(eqn.outvars) else None
+
+
+def has_custom_rule(eqn: Eqn) -> bool:
+    """Whether an equation calls a `jax.checkpoint` or a `custom_vjp`."""
+    return eqn.primitive.name in CUSTOM_RULES or custom_vjp_body(eqn) is not None
 
 
 def names_inside(eqn: Eqn) -> frozenset[str]:
@@ -60,7 +66,7 @@ def names_inside(eqn: Eqn) -> frozenset[str]:
 
 
 def is_elementwise(eqn: Eqn) -> bool:
-    """Whether each element of the one output depends on its own elements alone."""
+    """Whether each element in the one output depends on its own elements alone."""
     if len(eqn.outvars) != 1 or eqn.effects:
         return False
     name = eqn.primitive.name

@@ -1,45 +1,56 @@
 """Rewrite traced programs without tracing them again."""
 
-import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
-import jax
-from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core as jex, source_info_util
 from jax.interpreters import partial_eval
 
 from jaxact._jaxpr.compat import is_plain_jit, open_jaxpr, with_constants
 from jaxact._jaxpr.read import is_literal, literal_key, variables_in
+from jaxact._jaxpr.types import (
+    Array,
+    Atom,
+    Aval,
+    ClosedJaxpr,
+    Eqn,
+    Jaxpr,
+    NameStack,
+    Params,
+    Primitive,
+    Renaming,
+    SourceInfo,
+    Var,
+)
 
 
 @dataclass(frozen=True)
 class Body:
-    """What a call evaluates, and the name of its function."""
+    """A call's program, and its function's name."""
 
-    inputs: Sequence[Any]
-    eqns: Sequence[Any]
-    outputs: Sequence[Any]
-    constants: Sequence[tuple[Any, Any]] = ()  # (variable, value)
+    inputs: Sequence[Var]
+    eqns: Sequence[Eqn]
+    outputs: Sequence[Atom]
+    constants: Sequence[tuple[Var, Array]] = ()  # (variable, value)
     name: str = ""
 
 
-def jit_body(eqn: Any) -> Body | None:
-    """The body of a `jit` that asks for nothing but to be called."""
+def jit_body(eqn: Eqn) -> Body | None:
+    """The body, if this is a `jit` that asks for nothing but to be called."""
     if not is_plain_jit(eqn):
         return None
     return _body(eqn.params["jaxpr"], eqn.params["name"])
 
 
-def inlinable_body(eqn: Any) -> Body | None:
-    """The body of a plain `jit`, or of a custom rule that was not used."""
+def inlinable_body(eqn: Eqn) -> Body | None:
+    """The body, if this is a plain `jit` or a custom rule that was not used."""
     if eqn.primitive.name == "custom_jvp_call" and not eqn.effects:
         return _body(eqn.params["call_jaxpr"], "")
     return jit_body(eqn)
 
 
-def _body(closed: Any, name: str) -> Body:
+def _body(closed: ClosedJaxpr, name: str) -> Body:
     jaxpr, consts = open_jaxpr(closed)
     constants = tuple(zip(jaxpr.constvars, consts, strict=True))
     return Body(jaxpr.invars, jaxpr.eqns, jaxpr.outvars, constants, name)
@@ -47,15 +58,24 @@ def _body(closed: Any, name: str) -> Body:
 
 @dataclass
 class _Flattening:
-    body_of: Callable[[Any], Body | None]
-    eqns: list[Any] = field(default_factory=list)
-    constants: list[tuple[Any, Any]] = field(default_factory=list)
-    results: dict[Hashable, Sequence[Any]] = field(default_factory=dict)
+    """The program that grows while calls are inlined.
 
-    def walk(self, eqns: Sequence[Any], env: dict[Any, Any], scope: Any) -> None:
-        """Append `eqns`; `env` says what their variables are called here."""
+    Attributes:
+      constants: (variable, value) for each constant in an inlined call.
+      results: outputs, for each distinct equation so far.
+    """
+
+    body_of: Callable[[Eqn], Body | None]
+    eqns: list[Eqn] = field(default_factory=list)
+    constants: list[tuple[Var, Array]] = field(default_factory=list)
+    results: dict[Hashable, Sequence[Atom]] = field(default_factory=dict)
+
+    def walk(
+        self, eqns: Sequence[Eqn], names: Renaming, scope: NameStack | None
+    ) -> None:
+        """Append `eqns`, whose variables are called by other `names` here."""
         for eqn in eqns:
-            inputs = [rename(v, env) for v in eqn.invars]
+            inputs = [rename(v, names) for v in eqn.invars]
             source = eqn.source_info
             if scope is not None:
                 source = source.replace(name_stack=scope + source.name_stack)
@@ -64,21 +84,23 @@ class _Flattening:
                 out = self._inline(body, inputs, source.name_stack)
             else:
                 out = self._append(eqn, inputs, source, fresh=scope is not None)
-            env.update(zip(eqn.outvars, out, strict=True))
+            names.update(zip(eqn.outvars, out, strict=True))
 
-    def _inline(self, body: Body, inputs: Sequence[Any], scope: Any) -> list[Any]:
-        env = dict(zip(body.inputs, inputs, strict=True))
+    def _inline(
+        self, body: Body, inputs: Sequence[Atom], scope: NameStack
+    ) -> list[Atom]:
+        names: Renaming = dict(zip(body.inputs, inputs, strict=True))
         for v, value in body.constants:
-            env[v] = new_variable(v.aval)
-            self.constants.append((env[v], value))
+            names[v] = new_variable(v.aval)
+            self.constants.append((names[v], value))
         # jax.numpy's own helpers start with an underscore and say nothing to a user.
         named = body.name and not body.name.startswith(("_", "<"))
-        self.walk(body.eqns, env, scope.extend(body.name) if named else scope)
-        return [rename(v, env) for v in body.outputs]
+        self.walk(body.eqns, names, scope.extend(body.name) if named else scope)
+        return [rename(v, names) for v in body.outputs]
 
     def _append(
-        self, eqn: Any, inputs: Sequence[Any], source: Any, *, fresh: bool
-    ) -> Sequence[Any]:
+        self, eqn: Eqn, inputs: Sequence[Atom], source: SourceInfo, *, fresh: bool
+    ) -> Sequence[Atom]:
         key = _key(eqn, inputs)
         if key is not None and key in self.results:
             return self.results[key]
@@ -93,29 +115,32 @@ class _Flattening:
         return outputs
 
 
-def flatten(jaxpr: Any, body_of: Callable[[Any], Body | None]) -> tuple[Any, list[Any]]:
+def flatten(
+    jaxpr: Jaxpr, body_of: Callable[[Eqn], Body | None]
+) -> tuple[Jaxpr, list[Array]]:
     """`jaxpr` with calls inlined and each distinct equation evaluated once.
 
     Args:
-      body_of: the body of an equation that is to be inlined, None for any other.
+      body_of: gives an equation's body if it is to be inlined, else None.
 
     Returns:
-      The program and the values of the constants that it has more, at the end.
+      The program, and values for its additional constants, which are its last ones.
     """
     work = _Flattening(body_of)
-    env: dict[Any, Any] = {}
-    work.walk(jaxpr.eqns, env, None)
-    outputs = [rename(v, env) for v in jaxpr.outvars]
+    names: Renaming = {}
+    work.walk(jaxpr.eqns, names, None)
+    outputs = [rename(v, names) for v in jaxpr.outvars]
     flat = with_outputs(jaxpr, work.eqns, outputs)
     variables, values = [v for v, _ in work.constants], [x for _, x in work.constants]
     return with_constants(flat, variables, values), values
 
 
-def rename(v: Any, env: dict[Any, Any]) -> Any:
-    return v if is_literal(v) else env.get(v, v)
+def rename(v: Atom, names: Renaming) -> Atom:
+    """The variable's name, if it has one there."""
+    return v if is_literal(v) else names.get(v, v)
 
 
-def prune(jaxpr: Any, outputs: Sequence[Any], *, effects: bool = True) -> Any:
+def prune(jaxpr: Jaxpr, outputs: Sequence[Atom], *, effects: bool = True) -> Jaxpr:
     """`jaxpr` with other outputs and only the equations that they need.
 
     `effects`: keep equations that have side effects.
@@ -129,14 +154,14 @@ def prune(jaxpr: Any, outputs: Sequence[Any], *, effects: bool = True) -> Any:
     return with_outputs(jaxpr, eqns[::-1], outputs)
 
 
-def _key(eqn: Any, inputs: Sequence[Any]) -> Hashable | None:
+def _key(eqn: Eqn, inputs: Sequence[Atom]) -> Hashable | None:
     """Equal for equations that compute the same; None if that cannot be told."""
     if eqn.effects:
         return None
     params = tuple(sorted(eqn.params.items(), key=lambda item: item[0]))
-    operands: Any = tuple(map(literal_key, inputs))
+    operands: Hashable = tuple(map(literal_key, inputs))
     if eqn.primitive.name in ("eq", "ne"):
-        operands = frozenset(operands)
+        operands = frozenset(map(literal_key, inputs))
     key = (eqn.primitive, operands, params, eqn.ctx)
     try:
         hash(key)
@@ -145,12 +170,13 @@ def _key(eqn: Any, inputs: Sequence[Any]) -> Hashable | None:
     return key
 
 
-def without_unused(jaxpr: Any) -> Any:
-    """`jaxpr` without what none of its outputs needs, also inside calls and loops."""
-    return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
+def without_unused(jaxpr: Any) -> Jaxpr:
+    """`jaxpr` without equations that no output needs, also inside calls and loops."""
+    used: Any = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
+    return used
 
 
-def with_outputs(jaxpr: Any, eqns: Sequence[Any], outvars: Sequence[Any]) -> Any:
+def with_outputs(jaxpr: Jaxpr, eqns: Sequence[Eqn], outvars: Sequence[Atom]) -> Jaxpr:
     """`jaxpr` with other equations and outputs."""
     info = jaxpr.debug_info
     paths = ("",) * len(outvars) if info.result_paths is not None else None
@@ -161,14 +187,14 @@ def with_outputs(jaxpr: Any, eqns: Sequence[Any], outvars: Sequence[Any]) -> Any
     )
 
 
-def with_inputs(jaxpr: Any, variables: Sequence[Any]) -> Any:
+def with_inputs(jaxpr: Jaxpr, variables: Sequence[Var]) -> Jaxpr:
     """`jaxpr` with more inputs, after its own."""
     inputs = [*jaxpr.invars, *variables]
     info = jaxpr.debug_info._replace(arg_names=None)
     return jaxpr.replace(invars=inputs, debug_info=info)
 
 
-def without_constants(jaxpr: Any) -> Any:
+def without_constants(jaxpr: Jaxpr) -> Jaxpr:
     """`jaxpr` with its constants as the first inputs."""
     if not jaxpr.constvars:
         return jaxpr
@@ -177,25 +203,20 @@ def without_constants(jaxpr: Any) -> Any:
     return jaxpr.replace(constvars=[], invars=inputs, debug_info=info)
 
 
-def new_variable(aval: Any) -> Any:
-    return jex.Var(aval)
+def new_variable(aval: Aval) -> Var:
+    return cast(Var, jex.Var(aval))
 
 
-@functools.cache
-def _name_primitive() -> Any:
-    jaxpr, _ = open_jaxpr(jax.make_jaxpr(lambda x: checkpoint_name(x, ""))(0.0))
-    return jaxpr.eqns[0].primitive
-
-
-def name_equation(like: Any, v: Any, name: str) -> Any:
-    """An equation that calls `v` by a `checkpoint_name`; its output is new."""
-    out, params = new_variable(v.aval), {"name": name}
-    return new_equation(like, _name_primitive(), [v], [out], params)
-
-
-def new_equation(like: Any, primitive: Any, ins: Any, outs: Any, params: Any) -> Any:
+def new_equation(
+    like: Eqn,
+    primitive: Primitive,
+    inputs: Sequence[Atom],
+    outputs: Sequence[Var],
+    params: Params,
+) -> Eqn:
     """An equation without side effects or a scope, at the source line of `like`."""
     source = like.source_info.replace(name_stack=source_info_util.new_name_stack())
-    return jex.new_jaxpr_eqn(
-        list(ins), list(outs), primitive, params, jex.no_effects, source
+    eqn: Any = jex.new_jaxpr_eqn(
+        list(inputs), list(outputs), primitive, params, jex.no_effects, source
     )
+    return eqn

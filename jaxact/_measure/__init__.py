@@ -7,4 +7,8 @@ an instrument that stores the residuals (`instrument.py`).
 """
 
 from jaxact._measure.sensitivity import sensitivity as sensitivity
-from jaxact._measure.telemetry import telemetry as telemetry
+from jaxact._measure.telemetry import (
+    NoiseReport as NoiseReport,
+    Telemetry as Telemetry,
+    telemetry as telemetry,
+)

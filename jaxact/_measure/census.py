@@ -7,14 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxact._bits.cost import Cost, levels_variance
-from jaxact._codec import (
-    Action,
-    Cast,
-    DualPrecision,
-    PerSample,
-    Quantize,
-    codec_of,
-)
+from jaxact._codec import Action
 from jaxact._jaxpr.compat import open_jaxpr
 from jaxact._jaxpr.rewrite import without_unused
 from jaxact._jaxpr.types import Array, Eqn, Jaxpr, PyTree
@@ -85,8 +78,7 @@ def _marks(jaxpr: Jaxpr, copies: int) -> Iterator[tuple[Eqn, int]]:
 
 
 def _bits(action: Action) -> int | None:
-    """Bits of an element; None for what does not round."""
-    codec = codec_of(action)
-    if isinstance(codec, Quantize | DualPrecision | PerSample):
-        return round(codec.bits)
-    return 8 * codec.dtype.itemsize if isinstance(codec, Cast) else None
+    """Bits of an element, to the nearest; None where nothing is measurably rounded."""
+    if action.is_lossless or action.bits is None or action.bits >= 32:
+        return None
+    return max(1, round(action.bits))

@@ -102,7 +102,7 @@ class Instrument(Storage, abc.ABC):
 def evaluate_instrumented(
     instrument: Instrument,
     flat: Flat,
-    values: Sequence[jax.Array],
+    values: Sequence[Array],
     probe: Probe,
     seed: Array | int = 0,
 ) -> list[jax.Array]:
@@ -116,7 +116,7 @@ def evaluate_instrumented(
     def measure(
         call: CompressedCall,
         call_seed: jax.Array,
-        values: Sequence[jax.Array],
+        values: Sequence[Array],
         common: Draw,
     ) -> list[jax.Array]:
         # Under vmap a call has one seed for each example: one of them will do.

@@ -20,12 +20,12 @@ from jaxact._engine.scan import rebuild
 from jaxact._jaxpr.compat import custom_vjp_body, open_jaxpr
 from jaxact._jaxpr.evaluate import bind, traced_at, value_of
 from jaxact._jaxpr.primitives import CALL_BODIES, CHECKPOINTS, JITS
-from jaxact._jaxpr.types import ClosedJaxpr, Eqn, Jaxpr
+from jaxact._jaxpr.types import Array, ClosedJaxpr, Eqn, Jaxpr
 from jaxact._plan.mark import CompressedCall, call_p
 
 # (call, seed, values, common draw) -> outputs
 Replace: TypeAlias = Callable[
-    [CompressedCall, jax.Array, Sequence[jax.Array], Draw], list[jax.Array]
+    [CompressedCall, jax.Array, Sequence[Array], Draw], list[jax.Array]
 ]
 
 # The parameter that holds the body, where there is one to evaluate.
@@ -35,8 +35,8 @@ _BODY |= {"scan": "jaxpr", "shard_map": "jaxpr"}
 
 def evaluate(
     jaxpr: Jaxpr,
-    consts: Sequence[jax.Array],
-    values: Sequence[jax.Array],
+    consts: Sequence[Array],
+    values: Sequence[Array],
     replace: Replace,
     draw: Draw,
 ) -> list[jax.Array]:
@@ -106,7 +106,7 @@ def _bodies(eqn: Eqn) -> Sequence[ClosedJaxpr]:
 
 
 def _evaluate_inside(
-    eqn: Eqn, values: Sequence[jax.Array], replace: Replace, draw: Draw
+    eqn: Eqn, values: Sequence[Array], replace: Replace, draw: Draw
 ) -> list[jax.Array]:
     def function(body: ClosedJaxpr) -> Callable[..., list[jax.Array]]:
         jaxpr, consts = open_jaxpr(body)

@@ -15,10 +15,9 @@ from jaxact._engine.passes import BackwardProgram, Packed, Probe
 from jaxact._jaxpr.types import Array, PyTree
 from jaxact._measure.census import census
 from jaxact._measure.instrument import Instrument, evaluate_instrumented
-from jaxact._modules.find import pure_call
+from jaxact._modules.pure import pure_call
 from jaxact._plan.forward import active_of, with_active
 from jaxact._policy import Policy
-from jaxact._report.residuals import differentiated, trace_pure
 from jaxact._trace import is_array
 
 
@@ -32,8 +31,8 @@ class Switch(Instrument):
     def store(
         self, decision: Decision, x: jax.Array, seed: jax.Array, setting: jax.Array
     ) -> jax.Array:
-        action = decision.action
-        rounded = action.decode(action.encode(x, seed), x.shape, x.dtype)
+        codec = decision.codec
+        rounded = codec.decode(codec.encode(x, seed), x.shape, x.dtype)
         return jnp.where(setting != 0, rounded, x)
 
     def restore(self, packed: Packed) -> jax.Array:
@@ -98,8 +97,8 @@ def sensitivity(
     if policy is not None:
         loss_fn = compress(loss_fn, policy=policy)
     call = pure_call(loss_fn, args, kwargs)
-    flat, values, rebuild = trace_pure(call)
-    active = differentiated(call, values, argnums)
+    flat, values, rebuild = call.trace()
+    active = call.differentiated(values, argnums)
     rounded = census(flat, values, active)
     if not rounded:
         raise ValueError(
@@ -155,7 +154,7 @@ def _distance(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> jax.Array:
     return total
 
 
-def _scalar(loss: PyTree, has_aux: bool) -> jax.Array:
+def _scalar(loss: PyTree, has_aux: bool) -> PyTree:
     loss = loss[0] if has_aux else loss
     is_real = is_array(loss) and jnp.issubdtype(loss.dtype, jnp.floating)
     if not is_real or loss.shape != ():

@@ -16,8 +16,7 @@ from jaxact._jaxpr.types import PyTree, Shape
 from jaxact._measure.census import Rounded, census
 from jaxact._measure.instrument import Instrument, evaluate_instrumented
 from jaxact._measure.noise import Noise, evaluate_with_noise
-from jaxact._modules.find import pure_call
-from jaxact._report.residuals import trace_pure
+from jaxact._modules.pure import pure_call
 from jaxact._trace import is_inexact
 
 # Upper limit for a ratio between noise and signal, where one draw leaves no signal.
@@ -36,15 +35,15 @@ class NoiseGauge(Instrument):
     def store(
         self, decision: Decision, x: jax.Array, seed: jax.Array, setting: jax.Array
     ) -> tuple[PyTree, jax.Array]:
-        stored = decision.action.encode(x, seed)
-        error = decision.action.decode(stored, x.shape, x.dtype) - x
+        stored = decision.codec.encode(x, seed)
+        error = decision.codec.decode(stored, x.shape, x.dtype) - x
         squares = jnp.square(error.astype(jnp.float32))
         return stored, jnp.mean(squares, axis=_pooled(x.shape), keepdims=True)
 
     def restore(self, packed: Packed) -> jax.Array:
         stored, _ = packed.arrays
         like = packed.like
-        return packed.decision.action.decode(stored, like.shape, like.dtype)
+        return packed.decision.codec.decode(stored, like.shape, like.dtype)
 
     def measure(
         self,
@@ -168,14 +167,14 @@ class Telemetry:
 
     def probe(self, *args: PyTree, **kwargs: PyTree) -> NoiseReport:
         """Zeros for a call with these arguments (or `jax.ShapeDtypeStruct`)."""
-        flat, values, _ = trace_pure(pure_call(self.fn, args, kwargs))
+        flat, values, _ = pure_call(self.fn, args, kwargs).trace()
         rounded = census(flat, values, [is_inexact(v) for v in values])
         return NoiseReport({r.key: jnp.zeros(2, jnp.float32) for r in rounded}, rounded)
 
     def __call__(self, probe: NoiseReport, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """`fn(*args, **kwargs)`; its derivative by `probe` is the noise."""
         call = pure_call(self.fn, args, kwargs)
-        flat, values, rebuild = trace_pure(call)
+        flat, values, rebuild = call.trace()
         out = evaluate_instrumented(NoiseGauge(), flat, values, probe.values)
         return call.write_back(rebuild(out))
 

@@ -3,33 +3,47 @@
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import numpy as np
 from jax.experimental import topologies
+from jax.stages import Compiled
 
-from jaxact._memory.targets import TARGETS
+from jaxact._memory.targets import gpu_of
+
+T = TypeVar("T")
+# jax.Device is no type to type checkers.
+Device: TypeAlias = Any
 
 
-def compile_step(step: Any, args: Any, kwargs: Any, target: str | None) -> Any:
-    traceable = step if hasattr(step, "trace") else jax.jit(step)
+def compile_step(
+    step: Callable[..., object],
+    args: Sequence[object],
+    kwargs: dict[str, Any],
+    target: str | None,
+) -> Compiled:
+    """Compile `step(*args, **kwargs)` for a target, or for the local backend.
+
+    A jitted step keeps its options; another is jitted first.
+    """
+    traceable: Any = step if hasattr(step, "trace") else jax.jit(step)
     if target is None:
         return traceable.trace(*args, **kwargs).lower().compile()
     device = device_of(target)
-    args, kwargs = jax.tree.map(abstract_on(device), (args, kwargs))
+    args, kwargs = jax.tree.map(abstract_on(device), (tuple(args), kwargs))
     with described(target), complete_toolchain(target):
         # Pallas looks for its device while tracing and lowering.
         traced = traceable.trace(*args, **kwargs)
         return traced.lower(lowering_platforms=("cuda",)).compile()
 
 
-def abstract_on(device: Any) -> Callable[[Any], Any]:
+def abstract_on(device: Device) -> Callable[[T], T | jax.ShapeDtypeStruct]:
     """Map an array to its abstract twin on `device`; leave anything else."""
     sharding = jax.sharding.SingleDeviceSharding(device)
 
-    def place(leaf: Any) -> Any:
+    def abstract(leaf: T) -> T | jax.ShapeDtypeStruct:
         if not isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
             return leaf  # a Python number, or a static value
         spread = getattr(leaf, "sharding", None)
@@ -42,21 +56,21 @@ def abstract_on(device: Any) -> Callable[[Any], Any]:
         traced = jax.eval_shape(lambda x: x, leaf)  # the dtype that JAX will use
         return traced.update(sharding=sharding)
 
-    return place
+    return abstract
 
 
 @functools.cache
-def device_of(target: str) -> Any:
-    """A compile-only device of the kind that `target` names."""
-    if target not in TARGETS:
-        raise ValueError(
-            f"unknown target {target!r}: choose one of {', '.join(sorted(TARGETS))}, "
-            "or None for the local backend"
-        )
+def device_of(target: str) -> Device:
+    """The target as a compile-only device.
+
+    Raises:
+      ValueError: no such target.
+      ImportError: the packages that compile for a target are missing.
+    """
     describe = functools.partial(
         topologies.get_topology_desc,
         platform="cuda",
-        target_config=TARGETS[target].description,
+        target_config=gpu_of(target).description,
         topology="1x1x1",
     )
     try:
@@ -87,9 +101,9 @@ def _register_compiler(target: str) -> None:
             os.environ[skip] = before
 
 
-def described(target: str) -> contextlib.AbstractContextManager[Any]:
-    """The context in which Pallas lowers for `target` instead of a local device."""
-    gpu = TARGETS[target]
+def described(target: str) -> contextlib.AbstractContextManager[object]:
+    """The context in which Pallas lowers for `target` and no local device."""
+    gpu = gpu_of(target)
     device = jax.sharding.AbstractDevice(gpu.name, gpu.cores, platform="gpu")
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
     return jax.sharding.use_abstract_mesh(mesh)
@@ -97,7 +111,7 @@ def described(target: str) -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def complete_toolchain(target: str) -> Iterator[None]:
-    """Say what to install when XLA finds no assembler or no maths library."""
+    """Name the packages to install when XLA finds no assembler or no maths library."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -107,10 +121,10 @@ def complete_toolchain(target: str) -> Iterator[None]:
         raise
 
 
-def _missing(target: str, what: str) -> str:
+def _missing(target: str, part: str) -> str:
     version = jax.__version__
     return (
-        f"compiling for {target!r} needs {what}, not found here. No GPU is needed:\n"
+        f"compiling for {target!r} needs {part}, not found here. No GPU is needed:\n"
         '  pip install "jaxact[targets]"\n'
         f"or, the same for the installed JAX {version} (Linux only):\n"
         f"  pip install jax-cuda13-plugin=={version} jax-cuda13-pjrt=={version} "

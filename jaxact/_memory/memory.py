@@ -1,26 +1,34 @@
 """How much memory a compiled step takes, here or on a GPU that is not attached.
 
-What JAX lists as residuals and what a compiled program allocates are different
-numbers: XLA fuses, rematerialises and shares buffers. This asks the compiler.
+The bytes that JAX lists as residuals and those that a compiled program allocates are
+different numbers: XLA fuses, rematerializes and shares buffers. This asks the compiler.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.stages import Compiled
 
 from jaxact._memory.compiling import compile_step
-from jaxact._tabular import Tabular
+from jaxact._tabular import Column, Tabular
 
 
 @dataclass(frozen=True)
 class Memory(Tabular):
-    """Bytes one device needs to run a compiled function, by what they hold.
+    """Bytes that one device needs to run a compiled function.
 
-    `temp_bytes` is what lives only while it runs: residuals, gradients not yet
-    returned, scratch space. `alias_bytes` are outputs written over donated arguments.
-    `peak_bytes` is arguments + outputs + temporaries - aliases.
+    Tables have them in MiB, whatever their size, so that steps compare.
+
+    Attributes:
+      temp_bytes: live only while it runs: residuals, gradients not yet returned,
+        scratch space.
+      argument_bytes: its arguments.
+      output_bytes: its results.
+      alias_bytes: results that are written over donated arguments.
+      device: the device's kind.
     """
 
     temp_bytes: int
@@ -31,7 +39,7 @@ class Memory(Tabular):
 
     @property
     def peak_bytes(self) -> int:
-        """The most that is allocated at once.
+        """The most that is allocated at once: arguments + outputs + temps - aliases.
 
         Computed, because XLA:CPU leaves temporaries out of the peak it reports; on a
         GPU this equals XLA's own number.
@@ -40,18 +48,27 @@ class Memory(Tabular):
         return total - self.alias_bytes
 
     def summary(self) -> str:
-        """The peak, and of what device."""
-        return f"peak {self.peak_bytes / 2**20:.1f} MiB on {self.device}"
+        """The peak, and the device."""
+        return f"peak {_mebibytes(self.peak_bytes)} on {self.device}"
 
-    def _cells(self) -> list[list[str]]:
-        parts = ["temp", "argument", "output", "alias"]
-        sizes = (getattr(self, part + "_bytes") / 2**20 for part in parts)
-        return [parts, [f"{size:.1f} MiB" for size in sizes]]
+    def _table(self) -> tuple[list[Column["Memory"]], list["Memory"]]:
+        return _COLUMNS, [self]
 
     def __str__(self) -> str:
-        pairs = map(" ".join, zip(*self._cells(), strict=True))
-        sizes = (pair.removesuffix(" MiB") for pair in pairs)
-        return f"{', '.join(sizes)}, {self.summary()}"
+        parts = [f"{c.title} {c.cell(self)}".removesuffix(" MiB") for c in _COLUMNS]
+        return f"{', '.join(parts)}, {self.summary()}"
+
+
+def _mebibytes(number: int) -> str:
+    return f"{number / 2**20:.1f} MiB"
+
+
+_COLUMNS: list[Column[Memory]] = [
+    Column("temp", lambda m: _mebibytes(m.temp_bytes), is_number=True),
+    Column("argument", lambda m: _mebibytes(m.argument_bytes), is_number=True),
+    Column("output", lambda m: _mebibytes(m.output_bytes), is_number=True),
+    Column("alias", lambda m: _mebibytes(m.alias_bytes), is_number=True),
+]
 
 
 def memory(
@@ -59,10 +76,9 @@ def memory(
 ) -> Memory:
     """Compile `step` for these arguments and report the memory it takes.
 
-    Nothing runs. With a `target` no such device is needed: `a100`, `b200`, `h100` and
-    `h200` are compiled for by XLA's GPU compiler on any Linux machine. For the local
-    backend, and for a program sharded over several devices, the numbers are those of
-    one device.
+    Nothing runs. With a `target` no such device is needed: XLA's GPU compiler compiles
+    for 'a100', 'b200', 'h100' and 'h200' on any Linux machine. The numbers are for
+    one device, also where the program is sharded over several.
 
     Not included: workspaces that cuDNN and cuBLAS allocate when they run, the XLA
     runtime's own memory, and kernel choices that autotuning on a device would make.
@@ -70,14 +86,14 @@ def memory(
     Args:
       step: a function. If it is jitted its static and donated arguments count;
         otherwise it is jitted with neither.
-      *args: its arguments: pytrees of arrays or of `jax.ShapeDtypeStruct`, and static
+      *args: its arguments: pytrees with arrays or `jax.ShapeDtypeStruct`, and static
         values where `step` declares them.
       target: the GPU to compile for; `None` is the local backend.
       **kwargs: its keyword arguments.
 
     Raises:
-      ValueError: an unknown target, or an argument sharded over several devices
-        together with a target.
+      ValueError: an unknown target; a target, and an argument that is sharded over
+        several devices; no target, and a local backend that reports no memory.
       ImportError: the packages that compile for a target are missing.
 
     Example:
@@ -89,14 +105,31 @@ def memory(
     return measure(compile_step(step, args, kwargs, target))
 
 
-def measure(compiled: Any) -> Memory:
-    stats = compiled.memory_analysis()
-    shardings = (compiled.input_shardings, compiled.output_shardings)
-    devices = jax.tree.leaves(shardings)[0].device_set
+def measure(compiled: Compiled) -> Memory:
+    """The memory that a compiled program takes.
+
+    Raises:
+      ValueError: its backend does not say.
+    """
+    stats: Any = compiled.memory_analysis()
+    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    # A program without arrays is compiled for the local backend, whatever the target.
+    devices = shardings[0].device_set if shardings else jax.local_devices()
+    device = min(devices, key=lambda d: d.id)
+    if stats is None or (stats.output_size_in_bytes == 0 < _output_bytes(compiled)):
+        raise ValueError(
+            f"jaxact.memory: the backend of {device.device_kind} reports no memory of "
+            "compiled programs. Compile for another: memory(..., target='h100')."
+        )
     return Memory(
         temp_bytes=stats.temp_size_in_bytes,
         argument_bytes=stats.argument_size_in_bytes,
         output_bytes=stats.output_size_in_bytes,
         alias_bytes=stats.alias_size_in_bytes,
-        device=min(devices, key=lambda d: d.id).device_kind,
+        device=device.device_kind,
     )
+
+
+def _output_bytes(compiled: Compiled) -> int:
+    outputs = jax.tree.leaves(compiled.out_info)
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in outputs)

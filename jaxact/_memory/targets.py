@@ -1,8 +1,8 @@
 """The GPUs that can be compiled for with none attached.
 
 XLA's GPU compiler needs a description of the device, not the device. The numbers are
-each vendor board's own: what XLA reads from an attached one, kept to the fields that
-every supported JAX version knows.
+those that XLA reads from an attached board, in the fields that every supported JAX
+version knows.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU model, as far as compiling for it needs to know."""
+    """One GPU model, as the compiler needs to know it."""
 
     name: str
     cores: int  # streaming multiprocessors
@@ -25,7 +25,7 @@ class Gpu:
 
     @property
     def description(self) -> str:
-        """The text form of XLA's `GpuTargetConfigProto`."""
+        """XLA's `GpuTargetConfigProto`, as text."""
         return f"""
 gpu_device_info {{
   cuda_compute_capability {{ {self.capability} }}
@@ -104,3 +104,18 @@ TARGETS = {
         shared_bytes_per_block=227 * 2**10,
     ),
 }
+
+
+def gpu_of(target: str) -> Gpu:
+    """The GPU that a target names, in any letter case.
+
+    Raises:
+      ValueError: no such target.
+    """
+    name = str(target).strip().lower()
+    if name not in TARGETS:
+        raise ValueError(
+            f"unknown target {target!r}: choose one of {', '.join(sorted(TARGETS))}, "
+            "or None for the local backend"
+        )
+    return TARGETS[name]

@@ -5,24 +5,24 @@ as activations. Mutable collections come out as the module left them.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
-import numpy as np
-from flax.core import lift
+from flax.core import Scope, lift
 
 from jaxact._engine.call import call_compressed, seed_from
+from jaxact._jaxpr.types import Array
+from jaxact._modules.adapter import NOISE_STREAM, require_call
 from jaxact._policy import Policy
 from jaxact._residual import join_paths
 from jaxact._trace import Argument, Kind, arguments
 
-NOISE_STREAM = "jaxact"
+T = TypeVar("T")
 
 
-def compress(target: Any, policy: Policy, static_argnums: tuple[int, ...]) -> Any:
+def compress(target: T, policy: Policy, static_argnums: Sequence[str | int]) -> T:
     """A module class with the same name, fields, parameters and submodule names."""
     if not isinstance(target, type):
         raise TypeError(
@@ -30,84 +30,97 @@ def compress(target: Any, policy: Policy, static_argnums: tuple[int, ...]) -> An
             f"Compress its class and make an instance of that: "
             f"compress({type(target).__name__})(...)."
         )
-    if not callable(getattr(target, "__call__", None)):  # noqa: B004
-        raise TypeError(
-            f"compress({target.__name__}): the class has no __call__. Decorate the "
-            "methods to compress with @jaxact.compress instead."
-        )
+    require_call(target)
     lifted = _lift(target, target.__call__, policy, static_argnums)
     # Linen names submodules after their class: keep Block_0.
     for attribute in ("__name__", "__qualname__", "__module__", "__doc__"):
         setattr(lifted, attribute, getattr(target, attribute))
-    return lifted
+    return cast(T, lifted)
 
 
 def compress_method(
-    method: Callable[..., Any], policy: Policy, static_argnums: tuple[int, ...]
-) -> Callable[..., Any]:
-    """A method (or function of a module) with its residuals compressed."""
-    return _lift(method, method, policy, static_argnums)
+    f: Callable[..., object], policy: Policy, static_argnums: Sequence[str | int]
+) -> Callable[..., object]:
+    """A method (or function that takes a module) with its residuals compressed."""
+    return _lift(f, f, policy, static_argnums)
 
 
-def _lift(target: Any, method: Any, policy: Policy, static: tuple[int, ...]) -> Any:
-    def transform(fn: Callable[..., Any], **_: Any) -> Callable[..., Any]:
-        def inner(
-            scope_fn: Any,
-            repack: Any,
-            variables: Any,
-            rngs: Any,
-            seed: Any,
+def takes_part(module: object, position: int) -> bool:
+    """A method's own module has variables at hand; any other is a plain value."""
+    return position == 0 and getattr(module, "scope", None) is not None
+
+
+def _lift(
+    target: type | Callable[..., object],
+    method: Callable[..., object],
+    policy: Policy,
+    static_argnums: Sequence[str | int],
+) -> Callable[..., object]:
+    def transform(fn: Callable[..., Any], **_: object) -> Callable[..., Any]:
+        def body(
+            scope_fn: Callable[..., Scope],
+            repack: Callable[[Scope], object],
+            variables: object,
+            rngs: object,
+            seed: Array,
             module: str,
-            *args: Any,
-            **kw: Any,
+            *args: object,
+            **kwargs: object,
         ) -> Any:
-            def pure(variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+            def pure(
+                variables: object, rngs: object, *args: object, **kwargs: object
+            ) -> Any:
                 scope = scope_fn(variables, rngs)
                 y = fn(scope, *args, **kwargs)
                 return y, repack(scope)
 
-            described = arguments(method, (None, *args), kw, _all(args, kw), static)
+            # Every argument is an activation; the module itself is number 0.
+            activations = (*range(1, len(args) + 1), *kwargs)
+            described = arguments(
+                method, (None, *args), kwargs, activations, static_argnums
+            )
             describe = [
                 Argument("variables", Kind.PARAMETER),
                 Argument("rngs", Kind.PARAMETER),
-                *(_inside(module, argument) for argument in described[1:]),
+                *(_in_module(module, argument) for argument in described[1:]),
             ]
             inputs = (variables, rngs, *args)
             return call_compressed(
-                pure, inputs, kw, describe, policy, seed, name=target
+                pure, inputs, kwargs, describe, policy, seed, name=target
             )
 
         lift_all = ((True,), (True,), (True,))
-        lifted = lift.pack(inner, *lift_all, name="compress", enable_kwargs=True)
+        lifted = lift.pack(body, *lift_all, name="compress", enable_kwargs=True)
 
-        # The seed is drawn outside: RNG counters do not come out of a lifted function.
-        def seeded(scopes: Any, *args: Any, rounding_key: Any = None, **kw: Any) -> Any:
-            drawn = _seed(scopes) if rounding_key is None else seed_from(rounding_key)
+        # The seed is drawn outside: a lifted function does not return RNG counters.
+        def seeded(
+            scopes: object,
+            *args: object,
+            rounding_key: jax.Array | None = None,
+            **kwargs: object,
+        ) -> Any:
+            if rounding_key is None:
+                rounding_key = _stream_key(scopes)
             module = jax.tree.leaves(scopes)[0].name or ""
-            return lifted(scopes, drawn, module, *args, **kw)
+            return lifted(scopes, seed_from(rounding_key), module, *args, **kwargs)
 
         return seeded
 
     return nn.transforms.lift_transform(transform, target)
 
 
-def _inside(module: str, argument: Argument) -> Argument:
-    """The argument of a submodule, whose own name scope is not open yet."""
+def _in_module(module: str, argument: Argument) -> Argument:
+    """A submodule's argument, whose own name scope is not open yet."""
     label = join_paths(module, argument.label)
     return dataclasses.replace(argument, label=label)
 
 
-def _all(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Every argument of the call, as `activations` names them; self is number 0."""
-    return (*range(1, len(args) + 1), *kwargs)
+def _stream_key(scopes: object) -> jax.Array | None:
+    """A key from the RNG stream 'jaxact', if the caller supplied one.
 
-
-def _seed(scopes: Any) -> Any:
-    """Rounding seed from the RNG stream 'jaxact', if the caller supplied one.
-
-    Drawn as Dropout draws its masks, so two calls of one module differ.
+    Drawn as Dropout draws its masks, so a module's calls differ.
     """
     for scope in jax.tree.leaves(scopes):
         if scope.has_rng(NOISE_STREAM):
-            return jax.random.bits(scope.make_rng(NOISE_STREAM), (), jnp.uint32)
-    return np.uint32(0)
+            return scope.make_rng(NOISE_STREAM)
+    return None

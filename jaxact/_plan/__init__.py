@@ -1,1 +1,1 @@
-"""What becomes of each residual: plans, and what they are made from."""
+"""Decide how each residual is stored: plans, and the facts that they rest on."""

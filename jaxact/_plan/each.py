@@ -1,126 +1,108 @@
-"""Store each residual of `jax.vjp` for itself.
+"""Store each residual of `jax.vjp` by itself.
 
-This is what a `jax.checkpoint` policy asks for, whose saved values are the residuals,
-and what `default=Exact()` means. What is not saved is recomputed from what is, so the
-rounding of a stored residual biases the gradient where that is not linear.
+A `jax.checkpoint` policy asks for this, whose saved values are the residuals, and so
+does `default=Exact()`. Values that are not saved are recomputed from those that are, so
+rounding a stored residual biases the gradient where that is not linear.
 """
 
-from collections.abc import Collection, Sequence
-from typing import Any
+import dataclasses
+from collections.abc import Collection, Set as AbstractSet
 
-import jax.numpy as jnp
-
-from jaxact._codec import Exact, Recompute
+from jaxact._codec import Recompute
 from jaxact._decision import Decision, Reason, Remark
-from jaxact._jaxpr.flow import fact_of, flow
 from jaxact._jaxpr.primitives import VIEWS
 from jaxact._jaxpr.read import variables_in
-from jaxact._plan.facts import ACTIVATION, STORED, input_facts, learn
+from jaxact._jaxpr.types import Var
 from jaxact._plan.forward import Forward
-from jaxact._plan.plan import (
-    Plan,
-    Replay,
-    is_coded,
-    is_on_host,
+from jaxact._plan.reading import (
+    Reading,
+    decide_unrounded,
+    finish,
+    keep_instead,
+    obstacle,
+    read_forward,
 )
+from jaxact._plan.storage import Replay, StoragePlan
 from jaxact._policy import Policy
-from jaxact._residual import Provenance
 from jaxact._trace import Flat
 
 
-def plan_each(forward: Forward, flat: Flat, policy: Policy, prefix: str) -> Plan:
-    """Decide for every residual of `forward`."""
-    jaxpr = forward.jaxpr
-    facts = flow(jaxpr, [0, *input_facts(flat)], learn)
-    leaves = dict.fromkeys(variables_in(forward.residuals))
-    sizes = [v.aval.size for v in leaves if fact_of(facts, v) & ACTIVATION]
-    largest = max(sizes, default=0)
-    provenance = Provenance(jaxpr, ["seed", *flat.paths], prefix)
-    producers = provenance.producers(jaxpr)
-    inputs = set(jaxpr.invars) | set(jaxpr.constvars)
-    decisions: dict[Any, Decision] = {}
+def plan_each_residual(
+    forward: Forward, flat: Flat, policy: Policy, prefix: str
+) -> StoragePlan:
+    """Decide for every residual in `forward`."""
+    reading = read_forward(forward, flat, policy, prefix)
+    decisions = _decide_all(reading)
+    recomputed = [v for v, d in decisions.items() if isinstance(d.action, Recompute)]
+    stored = decisions.keys() - set(recomputed)
+    # A parameter's view is recomputed without anyone asking for it, and exactly.
+    is_asked = policy.recompute is not None or any(
+        decisions[v].reason is not Reason.OF_PARAMETERS for v in recomputed
+    )
+    if is_asked:
+        decisions |= {v: decisions[v].biased(Remark.RECOMPUTED_FROM) for v in stored}
+    return finish(reading, decisions, _replay(reading, recomputed, stored))
 
-    def decide(v: Any) -> None:
+
+def _decide_all(reading: Reading) -> dict[Var, Decision]:
+    """A decision for every residual, and for each that others are recomputed from."""
+    leaves = set(reading.leaves)
+    decisions: dict[Var, Decision] = {}
+
+    def decide(v: Var) -> None:
         if v in decisions:
             return
-        what = provenance.of(v)
-        decisions[v] = decision = _decide(v, what, facts, inputs, policy, largest)
+        decisions[v] = decision = _decide(reading, v)
         if isinstance(decision.action, Recompute):
-            needs = _sources(v, producers, leaves)
-            if isinstance(needs, Reason):
-                decisions[v] = Decision(
-                    decision.residual, Exact(), needs, decision.rule
-                )
+            sources = _sources(reading, v, leaves)
+            if isinstance(sources, Reason):
+                decisions[v] = keep_instead(decision, sources)
                 return
-            for source in needs:
+            for source in sources:
                 decide(source)
 
-    for v in leaves:
+    for v in reading.leaves:
         decide(v)
-    again = {v: d for v, d in decisions.items() if isinstance(d.action, Recompute)}
-    coded = {
-        v: d
-        for v, d in decisions.items()
-        if v not in again and is_coded(v, d.action, fact_of(facts, v), inputs)
-    }
-    asked = any(d.reason is not Reason.OF_PARAMETERS for d in again.values())
-    if policy.recompute is not None or asked:
-        coded = {v: d.biased(Remark.RECOMPUTED_FROM) for v, d in coded.items()}
-    return Plan(
-        forward,
-        coded,
-        tuple(v for v in decisions if v not in coded and v not in again),
-        _slice(jaxpr, list(again), producers, decisions.keys() - again.keys()),
-        tuple(decisions.values()),
-        policy,
-    )
+    return decisions
 
 
-def _decide(
-    v: Any, what: Any, facts: Any, inputs: set[Any], policy: Policy, largest: int
-) -> Decision:
-    known = fact_of(facts, v)
-    if known & STORED:
-        return Decision(what, Exact(), Reason.STORED_INSIDE)
-    if is_on_host(v):
-        return Decision(what, Exact(), Reason.ON_HOST)
-    if not known & ACTIVATION:
-        if v in inputs:
-            reason = Reason.NOT_AN_ACTIVATION if known else Reason.REFERENCED
-            return Decision(what, Exact(), reason)
-        if what.dtype == jnp.bool_:
-            return policy.decide(what, largest=largest)
-        action = Recompute() if what.primitive in VIEWS else Exact()
-        return Decision(what, action, Reason.OF_PARAMETERS)
-    return policy.decide(what, largest=largest)
+def _decide(reading: Reading, v: Var) -> Decision:
+    residual = reading.provenance.of(v)
+    decision = decide_unrounded(reading, v, residual)
+    if decision is None:
+        return reading.policy.decide(residual, largest=reading.largest)
+    if decision.reason is Reason.OF_PARAMETERS and residual.primitive in VIEWS:
+        return dataclasses.replace(decision, action=Recompute())
+    return decision
 
 
-def _sources(v: Any, producers: Any, leaves: Collection[Any]) -> list[Any] | Reason:
+def _sources(reading: Reading, v: Var, leaves: Collection[Var]) -> list[Var] | Reason:
     """Nearest inputs and residuals to recompute `v` from, or why there are none."""
-    todo, seen, found = [v], {v}, []
+    todo, seen, sources = [v], {v}, []
     while todo:
-        eqn = producers.get(todo.pop())
-        if eqn is None:
-            return Reason.ARGUMENT
-        if eqn.effects:
-            return Reason.SIDE_EFFECT
-        for x in variables_in(eqn.invars):
-            if x not in seen:
-                seen.add(x)
-                (found if x in leaves or x not in producers else todo).append(x)
-    return found
+        x = todo.pop()
+        reason = obstacle(reading, x)
+        if reason is not None:
+            return reason
+        for u in variables_in(reading.producers[x].invars):
+            if u not in seen:
+                seen.add(u)
+                is_source = u in leaves or u not in reading.producers
+                (sources if is_source else todo).append(u)
+    return sources
 
 
-def _slice(
-    jaxpr: Any, wanted: Sequence[Any], producers: Any, given: set[Any]
-) -> tuple[Replay, ...]:
-    """The equations that compute `wanted` from `given`, in program order."""
-    todo, seen, needed = list(wanted), set(wanted), set()
+def _replay(
+    reading: Reading, recomputed: Collection[Var], stored: AbstractSet[Var]
+) -> list[Replay]:
+    """The equations that compute `recomputed` from `stored`, in program order."""
+    todo, seen, needed = list(recomputed), set(recomputed), set()
     while todo:
-        eqn = producers[todo.pop()]
+        eqn = reading.producers[todo.pop()]
         needed.add(id(eqn))
         for x in variables_in(eqn.invars):
-            if x not in seen and x not in given:
+            if x not in seen and x not in stored:
                 seen.add(x)
                 todo.append(x)
-    return tuple(Replay(eqn) for eqn in jaxpr.eqns if id(eqn) in needed)
+    eqns = reading.forward.jaxpr.eqns
+    return [Replay(eqn) for eqn in eqns if id(eqn) in needed]

@@ -28,7 +28,7 @@ def kind_of(facts: int) -> Kind:
 
 
 def learn(eqn: Eqn, facts: Sequence[int], around: tuple[Eqn, ...]) -> int:
-    """What is computed, not just moved, from an unknown argument is an activation."""
+    """An unknown argument makes activations where it is computed with, not moved."""
     out = union(eqn, facts, around)
     if out & UNKNOWN and eqn.primitive.name not in VIEWS:
         out |= ACTIVATION

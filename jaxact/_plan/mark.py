@@ -1,9 +1,9 @@
 """Identities that mark, inside a traced program, residuals and compressed calls.
 
-The mark of a residual carries what was decided for it, so a table can be read back from
+The mark on a residual carries the decision about it, so a table can be read back from
 any program that contains compressed calls, however deep inside jit, scan or vmap they
 are and whatever JAX had cached. It also stops second-order differentiation, which would
-otherwise silently differentiate through the rounding. The mark of a call says how it is
+otherwise silently differentiate through the rounding. The mark on a call says how it is
 compressed, so that it can be evaluated in another way, for measuring. Marks compile to
 nothing.
 """
@@ -15,9 +15,8 @@ import jax
 from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
 
-from jaxact._codec import is_stored_exactly
 from jaxact._decision import Decision
-from jaxact._jaxpr.types import Array
+from jaxact._jaxpr.types import Array, Axes, Tangent
 from jaxact._policy import Policy
 from jaxact._trace import Flat
 
@@ -39,7 +38,7 @@ class CompressedCall:
 
 
 def mark_call(seed: Array, call: CompressedCall) -> jax.Array:
-    """The seed of a compressed call, marked as such."""
+    """A compressed call's seed, marked as such."""
     return call_p.bind(seed, call=call)
 
 
@@ -50,23 +49,28 @@ def mark(
     return mark_p.bind(x, decision=decision, policy=policy, used_rules=used_rules)
 
 
-def _batch(args: Any, dims: Any, **params: Any) -> Any:
+def _batch(args: tuple[Array], dims: Axes, **params: object) -> tuple[Any, Any]:
     return mark_p.bind(*args, **params), dims[0]
 
 
-def _differentiate(primals: Any, tangents: Any, **params: Any) -> Any:
-    decision = params["decision"]
-    if not is_stored_exactly(decision.action):
+def _differentiate(
+    primals: tuple[Array],
+    tangents: tuple[Tangent],
+    *,
+    decision: Decision,
+    **params: object,
+) -> tuple[Any, Tangent]:
+    if not decision.action.is_differentiable:
         raise TypeError(
             "jaxact: second-order differentiation of a compressed function. Its "
             f"residual {decision.residual} is stored by {decision.action}, whose "
             "rounding has no derivative. Use the uncompressed function for the inner "
             "derivative, or compress with Policy(default=Exact())."
         )
-    return mark_p.bind(*primals, **params), tangents[0]
+    return mark_p.bind(*primals, decision=decision, **params), tangents[0]
 
 
-def _batch_call(args: Any, dims: Any, **params: Any) -> Any:
+def _batch_call(args: tuple[Array], dims: Axes, **params: object) -> tuple[Any, Any]:
     return call_p.bind(*args, **params), dims[0]
 
 

@@ -1,22 +1,22 @@
-"""Where the residuals of a function lie: their bytes by module, as tabulate has it."""
+"""A function's residuals by module: how many, and their bytes."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jaxact._tabular import Tabular
+from jaxact._tabular import Column, Tabular, bytes_text
 
 
 @dataclasses.dataclass(frozen=True)
 class ModuleRow:
-    """The residuals of one path, together.
+    """All residuals with one path.
 
     Attributes:
-      path: of the module or named scope, as in the rows of a `ResidualTable`.
+      path: the module's or named scope's, as in a `ResidualTable`.
       residuals: how many.
-      elements: over all of them, with the copies that scans stack.
-      exact_bytes: of the arrays as they are.
-      stored_bytes: of what is stored.
+      elements: in all together, with the copies that scans stack.
+      exact_bytes: bytes before they are stored.
+      stored_bytes: bytes after.
     """
 
     path: str
@@ -27,31 +27,21 @@ class ModuleRow:
 
     @property
     def ratio(self) -> float:
-        """How many times smaller what is stored is."""
+        """Exact bytes over stored bytes."""
         return self.exact_bytes / self.stored_bytes if self.stored_bytes else 1.0
-
-    def cells(self, total: int) -> tuple[str, ...]:
-        """The row as text; `total` is what its share of stored bytes is of."""
-        return (
-            self.path,
-            str(self.residuals),
-            f"{self.elements:,} ({_size(self.exact_bytes)})",
-            _size(self.stored_bytes),
-            f"{self.ratio:.1f}x",
-            f"{100 * self.stored_bytes / max(1, total):.1f} %",
-        )
 
 
 @dataclasses.dataclass(frozen=True)
 class ModuleTable(Tabular):
     """Residuals by module: `print` it, or show it in a notebook.
 
-    To be read beside `nn.tabulate` and `nnx.tabulate`: as there, a row does not count
-    what modules inside have rows of their own for, sizes are 'elements (bytes)', and a
-    KB has 1000 bytes. `share` is of all stored bytes.
+    To be read beside `nn.tabulate` and `nnx.tabulate`: a row does not count
+    submodules that have their own rows, and sizes are 'elements (bytes)'. Bytes are in
+    binary units, as in all jaxact's tables: 64 KiB here are 65.5 KB there. `share` is a
+    row's part in all stored bytes.
 
     Attributes:
-      rows: modules in the order of their first residuals, each before what it contains.
+      rows: modules as their first residuals come, each before its submodules.
     """
 
     rows: tuple[ModuleRow, ...]
@@ -68,40 +58,50 @@ class ModuleTable(Tabular):
         return {"rows": rows, "total": total}
 
     def summary(self) -> str:
-        """The number of residuals, their bytes and what is stored of them."""
+        """How many residuals, their exact and their stored bytes."""
         total = self.total
         return (
-            f"Total residuals: {total.residuals}, {total.elements:,} "
-            f"({_size(total.exact_bytes)}), stored as {_size(total.stored_bytes)}, "
-            f"{total.ratio:.1f}x smaller"
+            f"Total residuals: {total.residuals}, {_size(total)}, stored as "
+            f"{bytes_text(total.stored_bytes)}, {total.ratio:.1f}x smaller"
         )
 
-    def _cells(self) -> list[tuple[str, ...]]:
-        titles = ("path", "residuals", "exact", "stored", "ratio", "share")
-        total = self.total.stored_bytes
-        return [titles, *(row.cells(total) for row in self.rows)]
+    def _table(self) -> tuple[list[Column[ModuleRow]], tuple[ModuleRow, ...]]:
+        percent = 100 / max(1, self.total.stored_bytes)
+        columns: list[Column[ModuleRow]] = [
+            Column("path", lambda row: row.path),
+            Column("residuals", lambda row: str(row.residuals), is_number=True),
+            Column("exact", _size, is_number=True),
+            Column("stored", lambda row: bytes_text(row.stored_bytes), is_number=True),
+            Column("ratio", lambda row: f"{row.ratio:.1f}x", is_number=True),
+            Column(
+                "share",
+                lambda row: f"{percent * row.stored_bytes:.1f} %",
+                is_number=True,
+            ),
+        ]
+        return columns, self.rows
 
 
 def module_table(residuals: Iterable[ModuleRow], depth: int | None) -> ModuleTable:
-    """Gather residuals, each a row of its own, by the first `depth` parts of paths."""
+    """Sum residuals, given a row each, by the first `depth` parts of their paths."""
     if depth is not None and (not isinstance(depth, int) or depth < 1):
         raise ValueError(
             f"by_path(depth={depth!r}): a number of path components, at least 1, is "
             "required; None for whole paths."
         )
-    found: dict[tuple[str, ...], list[ModuleRow]] = {}
-    first: dict[tuple[str, ...], int] = {}
+    modules: dict[tuple[str, ...], list[ModuleRow]] = {}
+    first: dict[tuple[str, ...], int] = {}  # from a path to its first residual
     for number, row in enumerate(residuals):
         parts = tuple(row.path.split("/")[:depth])
-        found.setdefault(parts, []).append(row)
+        modules.setdefault(parts, []).append(row)
         for end in range(1, len(parts) + 1):
             first.setdefault(parts[:end], number)
 
-    def place(parts: tuple[str, ...]) -> list[int]:
+    def position(parts: tuple[str, ...]) -> list[int]:
         return [first[parts[:end]] for end in range(1, len(parts) + 1)]
 
-    order = sorted(found, key=place)
-    return ModuleTable(tuple(_sum("/".join(parts), found[parts]) for parts in order))
+    order = sorted(modules, key=position)
+    return ModuleTable(tuple(_sum("/".join(parts), modules[parts]) for parts in order))
 
 
 def _sum(path: str, rows: Sequence[ModuleRow]) -> ModuleRow:
@@ -114,9 +114,5 @@ def _sum(path: str, rows: Sequence[ModuleRow]) -> ModuleRow:
     )
 
 
-def _size(n: int) -> str:
-    """Bytes as Flax writes them."""
-    for power, unit in ((9, "GB"), (6, "MB"), (3, "KB")):
-        if n > 10**power:
-            return f"{n / 10**power:,.1f} {unit}"
-    return f"{n:,} B"
+def _size(row: ModuleRow) -> str:
+    return f"{row.elements:,} ({bytes_text(row.exact_bytes)})"

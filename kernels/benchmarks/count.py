@@ -5,16 +5,16 @@
 Needs the packages of jaxact's `targets` extra and nvidia-cuda-nvdisasm.
 
 Counted are the instructions that a thread runs where all elements are ordinary numbers,
-by the pipe that runs them. What is apart from these is known by what it does: the
-Triton kernels load their elements again there, the Mosaic GPU kernels do more. Time is
-at least that of the busiest pipe, or of memory, were every latency hidden and every
-byte moved once: an upper bound of speed, no measurement.
+by the pipe that runs them. The branch for other numbers is told apart by its
+instructions: the Triton kernels load their elements a second time there, the Mosaic GPU
+kernels run more. The busiest pipe, or memory, sets a lower bound for time, were every
+latency hidden and every byte moved once: an upper bound for speed, no measurement.
 
-What a multiprocessor's pipes finish in a clock is from the CUDA C++ Programming Guide,
-"Throughput of Native Arithmetic Instructions", compute capability 9.0: 128 additions
-and multiplications of float32; 64 integer additions, comparisons, minima, shifts,
-logic, multiplications, and conversions, but 16 of what the special function unit
-does; 32 shuffles; 16 reductions over a warp.
+How much a multiprocessor's pipes finish in a clock is from the CUDA C++ Programming
+Guide, "Throughput of Native Arithmetic Instructions", compute capability 9.0: 128
+additions and multiplications in float32; 64 integer additions, comparisons, minima,
+shifts, logic, multiplications, and conversions, but 16 in the special function unit; 32
+shuffles; 16 reductions over a warp.
 Four schedulers issue an instruction each, for 32 threads. Integer multiplications run
 in one half of the float32 pipe, so they are counted in both.
 """
@@ -34,13 +34,16 @@ import subprocess
 import sys
 import tempfile
 import unittest.mock
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import assembler
 import jax
 
-from jaxact import _memory
+from jaxact._memory import compiling
 from jaxact_kernels import affine, mask
+from jaxact_kernels.affine import mosaic_block
 from jaxact_kernels.config import Config, heuristic
 from jaxact_kernels.index import reference as index, triton as index_triton
 from jaxact_kernels.layout import layout_of
@@ -76,7 +79,7 @@ PIPE_OF = {name: pipe for pipe, names in PIPES.items() for name in names.split()
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """A kernel, by what it is asked to do.
+    """A kernel, by its task.
 
     Attributes:
         format: `affine` or `mask`.
@@ -124,12 +127,12 @@ class Subject:
         block = self.config or heuristic(layout.group, item_bytes)
         if self.implementation == "triton":
             return block
-        tiles = self.module._tiles(layout, self.bits, self.dtype, block)
-        return Config(tiles.groups, self.module.WARPS)
+        tiles = self.module.tiles_for(layout, self.bits, self.dtype, block)
+        return Config(tiles.groups, mosaic_block.WARPS)
 
     @property
-    def elements(self) -> float:  # of a thread
-        group = index.GROUP if self.format == "mask" else self.group_size
+    def elements(self) -> float:  # in a thread
+        group = index.GROUP_SIZE if self.format == "mask" else self.group_size
         return self.block.groups * group / (32 * self.block.num_warps)
 
     def call(self) -> tuple[Any, ...]:
@@ -149,33 +152,35 @@ class Subject:
 
 
 def assemble(subject: Subject) -> Any:
-    """The kernel of a subject, as `assembler` reports it."""
+    """The kernel for a subject, as `assembler` reports it."""
     if subject.implementation == "mosaic_gpu":
         return _assemble_mosaic(*subject.call())
-    (kernel,) = _assembler().assemble(*subject.call(), target=TARGET).kernels
+    (kernel,) = assembler.assemble(*subject.call(), target=TARGET).kernels
     return kernel
 
 
 def _assemble_mosaic(function: Any, *operands: Any) -> Any:
-    """Mosaic GPU calls the assembler itself; it leaves us what it gives it."""
-    operands = jax.tree.map(_memory._on(_memory._device(TARGET)), operands)
+    """Mosaic GPU calls the assembler itself, and leaves us its PTX."""
+    operands = jax.tree.map(
+        compiling.abstract_on(compiling.device_of(TARGET)), operands
+    )
     with (
         tempfile.TemporaryDirectory() as name,
         unittest.mock.patch.dict(os.environ, MOSAIC_GPU_DUMP_TO=name),
         unittest.mock.patch.dict(os.environ, MOSAIC_GPU_DUMP_PTX="1"),
-        _memory._described(TARGET),
-        _memory._complete_toolchain(TARGET),
+        compiling.described(TARGET),
+        compiling.complete_toolchain(TARGET),
     ):
         traced = jax.jit(function).trace(*operands)
         traced.lower(lowering_platforms=("cuda",)).compile()
         (dumped,) = (folder := Path(name)).glob("*.ptx")
         ptx = dumped.rename(folder / "ptx").read_text()
         architecture = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)[1]
-        command = [str(_assembler().tool("ptxas")), "-v", f"-arch={architecture}"]
+        command = [str(assembler.tool("ptxas")), "-v", f"-arch={architecture}"]
         command += [str(folder / "ptx"), "-o", str(folder / "cubin")]
         with (folder / "report").open("w") as report:
             subprocess.run(command, stderr=report, check=True)
-        (kernel,) = _assembler()._read(folder)
+        (kernel,) = assembler.kernels_in(folder)
     return kernel
 
 
@@ -202,7 +207,7 @@ class Instruction(NamedTuple):
         return int(width[1]) // 8 if width else 4
 
 
-LOOP = Instruction(False, "LOOP", "")  # stands for what a branch back repeats
+LOOP = Instruction(False, "LOOP", "")  # stands for a repetition by a branch back
 
 
 class Code(NamedTuple):
@@ -213,38 +218,39 @@ class Code(NamedTuple):
 
 
 def disassemble(kernel) -> Code:
-    nvdisasm = _assembler().tool("nvdisasm")
+    nvdisasm = assembler.tool("nvdisasm")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.cubin)
         file.flush()
         command = [str(nvdisasm), "--print-code", file.name]
         ran = subprocess.run(command, capture_output=True, text=True, check=True)
     code = Code([], {})
-    inside = False
+    is_kernel = False
     for line in ran.stdout.splitlines():
         if line.startswith(".text."):
-            inside = line == f".text.{kernel.name}:"
-        if not inside:
+            is_kernel = line == f".text.{kernel.name}:"
+        if not is_kernel:
             continue
         if label := re.match(r"(\.L_\w+):", line):
             code.labels[label[1]] = len(code.instructions)
-        if found := re.match(r"\s+/\*\w+\*/\s+(@!?\w+ )?\s*([A-Z][\w.]*)(.*?);", line):
-            code.instructions.append(Instruction(bool(found[1]), found[2], found[3]))
+        if match := re.match(r"\s+/\*\w+\*/\s+(@!?\w+ )?\s*([A-Z][\w.]*)(.*?);", line):
+            code.instructions.append(Instruction(bool(match[1]), match[2], match[3]))
     return code
 
 
 def ordinary_path(code: Code, *, is_shorter: bool) -> list[Instruction]:
-    """Instructions from the entry to the exit, on the side that loads nothing again.
+    """Instructions from the entry to the exit, by the branches that load least.
 
-    Of sides that load the same, the longer, as some threads run it, or the shorter.
+    Among branches that load the same, the longer, as some threads run it, or the
+    shorter.
     """
     sign = 1 if is_shorter else -1
 
     @functools.cache
     def path_from(start: int) -> tuple[Instruction, ...]:
         path = []
-        for here in range(start, len(code.instructions)):
-            instruction = code.instructions[here]
+        for number in range(start, len(code.instructions)):
+            instruction = code.instructions[number]
             path.append(instruction)
             if instruction.name == "EXIT" and not instruction.is_conditional:
                 break
@@ -253,12 +259,12 @@ def ordinary_path(code: Code, *, is_shorter: bool) -> list[Instruction]:
             # BRA.DIV is for warps whose threads are apart, which these never are.
             if instruction.name == "BRA" and ".DIV" not in instruction.operation:
                 target = code.labels[re.search(r"\((\.L_\w+)\)", instruction[2])[1]]
-                if target <= here:
+                if target <= number:
                     path.append(LOOP)
                     break
                 sides = [path_from(target)]
                 if instruction.is_conditional:
-                    sides.append(path_from(here + 1))
+                    sides.append(path_from(number + 1))
                 path += min(sides, key=lambda s: (LOOP in s, _loaded(s), sign * len(s)))
                 break
         return tuple(path)
@@ -286,7 +292,7 @@ def in_flight(path: list[Instruction]) -> int:
 
 
 def count(subject: Subject) -> dict:
-    """Counts and bounds of a kernel."""
+    """Counts and bounds for a kernel."""
     kernel, elements = assemble(subject), subject.elements
     code = disassemble(kernel)
     path = ordinary_path(code, is_shorter=subject.implementation == "mosaic_gpu")
@@ -329,8 +335,8 @@ def count(subject: Subject) -> dict:
 
 
 def assumed() -> dict:
-    """What counts are turned into time with, and what compiled them."""
-    ptxas = [str(_assembler().tool("ptxas")), "--version"]
+    """Constants that turn counts into time, and the compiler's versions."""
+    ptxas = [str(assembler.tool("ptxas")), "--version"]
     version = subprocess.run(ptxas, capture_output=True, text=True, check=True).stdout
     return {
         "target": TARGET,
@@ -364,21 +370,13 @@ def table(rows: list[dict]) -> str:
 def subjects(implementations: list[str], bits: list[int]) -> list[Subject]:
     floats = itertools.product(("affine",), ("encode", "decode"), implementations, bits)
     masks = MASKS if "triton" in implementations else ()
-    found = [Subject(*each) for each in floats]
-    return found + [Subject("mask", op, "triton", 1, dtype) for op, dtype in masks]
+    kernels = [Subject(*each) for each in floats]
+    kernels += [Subject("mask", op, "triton", 1, dtype) for op, dtype in masks]
+    return kernels
 
 
-def _loaded(path) -> int:
+def _loaded(path: Iterable[Instruction]) -> int:
     return sum(i.loaded_bytes for i in path)
-
-
-@functools.cache
-def _assembler():
-    # The tests read the assembler's report with the same helper.
-    sys.path.append(str(FOLDER.parents[1] / "tests"))
-    import assembler
-
-    return assembler
 
 
 def main() -> None:

@@ -1,11 +1,11 @@
-"""What plain JAX does: the packing anyone writes first, and the best that was found.
+"""Packing in plain JAX: the code anyone writes first, and the best known.
 
 `encode` and `decode` are the first attempt: groups, their extremes, uniform noise,
-codes shifted to their place in a word and summed. They know no special values, and no
+codes shifted to their offset in a word and summed. They know no special values, and no
 bits but those that divide 32.
 
-`fused_encode` gives the bits of `affine`. XLA cannot keep an array in registers from a
-group's extremes to its codes, so it reads the array twice: a kernel for extremes, a
+`fused_encode` gives the same bits as `affine`. XLA cannot keep an array in registers
+from a group's extremes to its codes, so it reads it twice: a kernel for extremes, a
 small one for metadata, one for words. In the last a thread makes whole words from
 strided elements, and each hash, which two elements share, once. Decoding has no such
 twin: the reference compiles to one pass, in which a thread stores several elements.
@@ -80,21 +80,21 @@ def _fixed_point(x, line, bits):
 
 
 def _codes(groups, fixed, key, tiles):
-    """Codes of each tile; the halves of a hash are the noise of two tiles."""
+    """Codes for each tile; the two halves of a hash are noise for two tiles."""
     layout, half = tiles.layout, tiles.count // 2
-    lanes = (*(1 for _ in layout.lead), 1, tiles.width)
-    lane = lax.broadcasted_iota(np.uint32, lanes, len(lanes) - 1)
+    shape = (*(1 for _ in layout.lead), 1, tiles.width)
+    column = lax.broadcasted_iota(np.uint32, shape, len(shape) - 1)
 
     def code(k, draw):
-        here = np.s_[..., k * tiles.width : (k + 1) * tiles.width]
-        code = (fixed(groups[here]) + draw) >> np.uint32(16)
-        is_real = layout.is_real()[here].astype(np.uint32)
+        tile = np.s_[..., k * tiles.width : (k + 1) * tiles.width]
+        code = (fixed(groups[tile]) + draw) >> np.uint32(16)
+        is_real = layout.is_real()[tile].astype(np.uint32)
         return code * is_real if layout.padding else code
 
     low, high = [], []
     for k in range(half):
-        place = lane + np.uint32(k * tiles.width)
-        bits = noise.hash32(key[..., None] + place * noise.GOLDEN)
+        element = column + np.uint32(k * tiles.width)
+        bits = noise.hash32(key[..., None] + element * noise.GOLDEN)
         low.append(code(k, bits & np.uint32(0xFFFF)))
         high.append(code(k + half, bits >> np.uint32(16)))
     return low + high

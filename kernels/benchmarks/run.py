@@ -8,11 +8,11 @@ The rows that matter most, in a few minutes of a GPU:
     "resnet50 stage 1 wide" "gpt2-medium attention" "gpt2-medium hidden"
 
 Each implementation is compiled as a chain of calls on so many inputs that a GPU's cache
-holds few of them when their turn comes again. On a GPU the time is that of its kernels,
-by CUPTI, without gaps between them; elsewhere, or by `--clock wall`, it is that from
-call to result. Implementations are those that do not decline, the reference under XLA,
-and `naive`'s two; a copy, which reads and writes the unpacked bytes once each, is the
-yardstick. Masks and indices are timed on arrays of a few shapes alone.
+has lost most before their next turn. On a GPU CUPTI times the kernels, without the gaps
+between them; elsewhere, or by `--clock wall`, time is from call to result. Timed are
+the implementations that do not decline, the reference under XLA, and `naive`'s two; a
+copy, which reads and writes the unpacked bytes once each, is the yardstick. Masks and
+indices are timed on a few shapes alone.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from jaxact_kernels import affine, choose, index, mask
 
 FOLDER = Path(__file__).parent
 CACHE_BYTES = 128 * 2**20  # more than twice an H100's L2 of 50 MB
-OUTPUT_BYTES = 4 * 2**30  # what CUPTI's repetitions may hold at a time
+OUTPUT_BYTES = 4 * 2**30  # that CUPTI's repetitions may hold at a time
 SEED = 7
 LOSSLESS = "resnet50 stem", "gpt2-medium hidden", "small stream"
 
@@ -62,7 +62,7 @@ class Case:
 
     @property
     def output_bytes(self) -> int:
-        """Bytes of all outputs of the chain."""
+        """Bytes in all the chain's outputs."""
         one = jax.eval_shape(self.function, self.inputs[0])
         return _num_bytes(one) * len(self.inputs)
 
@@ -98,7 +98,7 @@ def with_special_values(x: jax.Array) -> jax.Array:
 
 
 def implementations(operation: Any) -> dict[str, bool]:
-    """Names of what runs here, and whether it is the one chosen."""
+    """Implementations that run here, by name, and whether each is the one chosen."""
     chosen = choose(operation).implementation
     names = {}
     for name in (*operation.kernels(), "reference"):
@@ -112,8 +112,8 @@ def implementations(operation: Any) -> dict[str, bool]:
 
 
 @functools.cache
-def _say_once(what: str) -> None:
-    print(f"  {what}", file=sys.stderr, flush=True)
+def _say_once(message: str) -> None:
+    print(f"  {message}", file=sys.stderr, flush=True)
 
 
 def implemented(
@@ -154,7 +154,7 @@ def decoders(activation: shapes.Activation, bits: int, stored: dict) -> list[Cas
 
 
 def lossless(activation: shapes.Activation, xs: list[Any]) -> list[list[Case]]:
-    """Masks, also of comparisons, and indices of two bits; of the shape of `xs`."""
+    """Masks, also from comparisons, and two-bit indices, shaped like `xs`."""
     shape, boolean, int8 = activation.shape, np.dtype("bool"), np.dtype("int8")
     positive = [jax.jit(lambda x: x > 0)(x) for x in xs]
     indices = [jax.jit(lambda x: (x * 4).astype(np.int8) & 3)(x) for x in xs]
@@ -175,7 +175,7 @@ def lossless(activation: shapes.Activation, xs: list[Any]) -> list[list[Case]]:
 
 
 def check(cases: list[Case], inputs: list[Any]) -> None:
-    """Exit unless all give the bits of the reference; `naive` has bits of its own."""
+    """Exit unless all give the reference's bits; `naive` has bits of its own."""
     wanted = _reference(cases).chain(inputs)
     for case in cases:
         if case.implementation in ("reference", "naive"):
@@ -196,39 +196,40 @@ def check_naive(xs: list[Any], stored: list[Any], decoded: list[Any]) -> None:
 def microseconds(
     cases: list[Case], num_samples: int, clock: str
 ) -> dict[Case, list[float]]:
-    """Times of one call of each case, one a sample."""
+    """Times for one call by each case, one a sample."""
     if clock == "cupti":
         return {case: _by_cupti(case, num_samples) for case in cases}
     for case in cases:
         jax.block_until_ready(case.chain(case.inputs))
-    found: dict[Case, list[float]] = {case: [] for case in cases}
+    times: dict[Case, list[float]] = {case: [] for case in cases}
     for _ in range(num_samples):  # taking turns spreads a machine's moods evenly
         for case in cases:
             start = time.perf_counter()
             jax.block_until_ready(case.chain(case.inputs))
-            found[case].append((time.perf_counter() - start) * 1e6 / len(case.inputs))
-    return found
+            seconds = time.perf_counter() - start
+            times[case].append(seconds * 1e6 / len(case.inputs))
+    return times
 
 
 def _by_cupti(case: Case, num_samples: int) -> list[float]:
-    # Imported here because it needs what only a GPU's machine has.
+    # Imported here because it needs libraries that only a GPU's machine has.
     from jax.experimental.mosaic.gpu import profiler
 
-    found: list[float] = []
-    while len(found) < num_samples:
+    times: list[float] = []
+    while len(times) < num_samples:
         repeats = max(1, min(num_samples, OUTPUT_BYTES // case.output_bytes))
         measured = profiler.measure(case.chain, iterations=repeats)(case.inputs)[1]
         if measured is None:
             sys.exit(f"CUPTI saw no kernel of {case.op} by {case.implementation}")
-        times = measured if isinstance(measured, list) else [measured]
-        found += [milliseconds * 1e3 / len(case.inputs) for milliseconds in times]
-    return found
+        runs = measured if isinstance(measured, list) else [measured]
+        times += [milliseconds * 1e3 / len(case.inputs) for milliseconds in runs]
+    return times
 
 
 def measure(
     activation: shapes.Activation, bits: int, num_samples: int, clock: str
 ) -> list[dict]:
-    """Rows of one shape."""
+    """Rows for one shape."""
     count = num_inputs(activation.num_bytes)
     xs = samples_of(activation, count)
     # Seeds differ, so that calls have no noise in common that XLA computes once.
@@ -255,7 +256,7 @@ def measure(
 def measure_lossless(
     activation: shapes.Activation, num_samples: int, clock: str
 ) -> list[dict]:
-    """Rows of masks and indices of one shape."""
+    """Rows for masks and indices with one shape."""
     xs = samples_of(activation, num_inputs(math.prod(activation.shape)))
     rows = []
     for cases in lossless(activation, xs):
@@ -264,21 +265,19 @@ def measure_lossless(
         check(cases, [with_special_values(x) for x in xs] if is_comparison else inputs)
         kind, op = cases[0].op.split()[:2]
         dtype = {"mask": "bool", "index": "int8"}[kind]
-        of = (
-            activation
-            if is_comparison
-            else dataclasses.replace(activation, dtype=dtype)
-        )
+        unpacked = activation
+        if not is_comparison:
+            unpacked = dataclasses.replace(activation, dtype=dtype)
         bits = {"mask": 1, "index": 2}[kind]
         packed = inputs[0] if op == "decode" else cases[0].chain(inputs)[0]
         sizes = {"reference": _num_bytes(packed)}
         times = microseconds(cases, num_samples, clock)
-        rows += [row(of, bits, *timed, sizes) for timed in times.items()]
+        rows += [row(unpacked, bits, *timed, sizes) for timed in times.items()]
     return rows
 
 
 def num_inputs(num_bytes: int) -> int:
-    """Arrays of this size for a chain of calls."""
+    """How many arrays with this size a chain takes."""
     on_gpu = jax.default_backend() == "gpu"
     return max(2, math.ceil(CACHE_BYTES / num_bytes)) if on_gpu else 1
 
@@ -372,11 +371,11 @@ def main() -> None:
     }
     rows: list[dict] = []
 
-    def add(what: str, measured: Callable[..., list[dict]], *arguments: Any) -> None:
+    def add(title: str, measured: Callable[..., list[dict]], *arguments: Any) -> None:
         start = time.perf_counter()
         rows.extend(measured(*arguments, options.samples, clock))
         print(
-            f"{what}: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True
+            f"{title}: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True
         )
         # Each time, as a machine may be lent for less long than all of them take.
         out.write_text(json.dumps(results | {"rows": rows}, indent=1) + "\n")

@@ -1,11 +1,11 @@
-"""Try block sizes of the affine kernels around those that `config.heuristic` chooses.
+"""Try block sizes for the affine kernels near those that `config.heuristic` chooses.
 
   python kernels/benchmarks/tune.py --dtypes bfloat16   # on a GPU: times them
   python kernels/benchmarks/tune.py --target h100       # without one: counts
 
-The first checks the bits of each candidate and times it as `run` does. The second
-compiles each and ranks them by the bound of `count`; it also says what hides latency:
-how many warps a multiprocessor holds, and how many bytes they ask for before they wait.
+The first checks each candidate's bits and times it as `run` does. The second compiles
+each and ranks them by `count`'s bound; it also reports how latency is hidden: how many
+warps a multiprocessor holds, and how many bytes they ask for before they wait.
 No code here runs in a user's program: the outcome is the rule in `config`.
 """
 
@@ -30,14 +30,14 @@ from jaxact_kernels import affine, choose
 from jaxact_kernels.config import Config, heuristic
 
 FOLDER = Path(__file__).parent
-SHAPE = (8192, 4096)  # of what is timed
-LEAST, MOST = 0.5, 2  # elements of a thread worth a try, relative to the heuristic
-CLOSE = 0.97  # of the best speed: nearer is no reason to change a rule
+SHAPE = (8192, 4096)  # of the arrays timed
+LEAST, MOST = 0.5, 2  # elements in a thread worth a try, relative to the heuristic
+CLOSE = 0.97  # share of the best speed: nearer is no reason to change a rule
 
 # One multiprocessor of an H100: CUDA C++ Programming Guide, "Technical Specifications
 # per Compute Capability", 9.0.
 REGISTERS, WARPS, BLOCKS, SHARED_BYTES = 65536, 64, 32, 228 * 1024
-BLOCK_SHARED_BYTES = 1024  # that the driver takes of each block
+BLOCK_SHARED_BYTES = 1024  # that the driver takes from each block
 FEWEST_WARPS = 16
 
 
@@ -58,31 +58,33 @@ class Problem:
     def candidates(self) -> list[Config]:
         """The heuristic's block first, and others around it.
 
-        They vary one at a time what a thread holds and how many threads make a block.
+        They vary, one at a time, how much a thread holds and how many threads make a
+        block.
         """
-        start, found = self.heuristic, [self.heuristic]
+        start, configs = self.heuristic, [self.heuristic]
         warps = (1, 2, 4, 8) if self.implementation == "triton" else (start.num_warps,)
         for factor, num_warps in itertools.product((0.25, 0.5, 1, 2, 4), warps):
-            groups, of_thread = start.groups * factor, factor * start.num_warps
-            of_thread /= num_warps  # what a thread holds, relative to the heuristic
-            if groups < 1 or 1 not in (of_thread, num_warps / start.num_warps):
+            groups = start.groups * factor
+            threads = num_warps / start.num_warps  # relative to the heuristic
+            per_thread = factor / threads  # elements, relative to the heuristic
+            if groups < 1 or 1 not in (per_thread, threads):
                 continue
-            if LEAST <= of_thread <= MOST:
-                found.append(Config(int(groups), num_warps))
-        return list(dict.fromkeys(found))
+            if LEAST <= per_thread <= MOST:
+                configs.append(Config(int(groups), num_warps))
+        return list(dict.fromkeys(configs))
 
     def __str__(self) -> str:
-        what = f"{self.operation} by {self.implementation}: {self.bits} bits"
-        return f"{what}, {self.dtype}, groups of {self.group_size}"
+        kernel = f"{self.operation} by {self.implementation}: {self.bits} bits"
+        return f"{kernel}, {self.dtype}, groups of {self.group_size}"
 
 
 def counted(problem: Problem, configs: list[Config]) -> Iterator[dict]:
-    """What the machine code of each candidate says."""
+    """Each candidate's counts, from its machine code."""
     import count
 
     make = functools.partial(count.Subject, "affine", **dataclasses.asdict(problem))
     subjects = [make(config=config) for config in configs]
-    # Mosaic GPU raises what is too small to the same block, and compiles that once.
+    # Mosaic GPU raises blocks that are too small to the same one, compiled once here.
     for subject in {subject.block: subject for subject in subjects}.values():
         row = count.count(subject)
         warps = resident_warps(row)
@@ -99,7 +101,7 @@ def counted(problem: Problem, configs: list[Config]) -> Iterator[dict]:
 def resident_warps(row: dict) -> int:
     """Warps that a multiprocessor holds; registers go to a warp 256 at a time.
 
-    No block shares more than the elements it holds, which is what is assumed of it.
+    Each block is assumed to share all elements that it holds; no kernel shares more.
     """
     num_warps, shared = row["config"]["num_warps"], BLOCK_SHARED_BYTES
     if row["uses_shared"]:
@@ -113,7 +115,7 @@ def resident_warps(row: dict) -> int:
 def timed(
     problem: Problem, configs: list[Config], num_samples: int, clock: str
 ) -> Iterator[dict]:
-    """What the device at hand takes, once its bits are right."""
+    """Each candidate's times on the device at hand, once its bits are right."""
     import run
     import shapes
 
@@ -154,7 +156,7 @@ def _case(problem: Problem, config: Config | None, inputs: list[Any]) -> Any:
 
 
 def finding(problem: Problem, rows: list[dict]) -> str:
-    """What the heuristic, the first of the rows, does badly; empty if nothing."""
+    """The heuristic's faults, from the first row; empty if there are none."""
     best = max(rows, key=_rank)
     first, reasons = rows[0], []
     share = first["bytes_per_second"] / best["bytes_per_second"]
@@ -170,14 +172,14 @@ def finding(problem: Problem, rows: list[dict]) -> str:
 
 
 def _rank(row: dict) -> tuple[float, ...]:
-    """The faster; of those that memory bounds alike, what hides its latency better."""
+    """The faster; among equals by memory, the one that hides its latency better."""
     speed = row["bytes_per_second"]
     hides = row.get("resident_warps", FEWEST_WARPS) >= FEWEST_WARPS
     return speed, hides, row.get("compute_bytes_per_second", speed)
 
 
 def table(results: list[dict]) -> str:
-    """The heuristic's block and the best one of each problem."""
+    """The heuristic's block and the best one, for each problem."""
     lines = [
         "| problem | block | TB/s | pipes alone | registers | spilled | warps | KiB in "
         "flight | issue | ALU |",
@@ -203,8 +205,8 @@ def table(results: list[dict]) -> str:
 
 
 def problems(options: argparse.Namespace) -> list[Problem]:
-    """Those asked for that the device serves, saying why it does not the others."""
-    found, reasons = [], {}
+    """Those asked for that the device serves; prints why it declines the others."""
+    served, reasons = [], {}
     for each in itertools.product(
         options.ops,
         options.implementations,
@@ -221,10 +223,10 @@ def problems(options: argparse.Namespace) -> list[Problem]:
         except NotImplementedError as reason:
             reasons.setdefault(str(reason), problem)
             continue
-        found.append(problem)
+        served.append(problem)
     for reason, problem in reasons.items():
         print(f"{problem} and perhaps others: {reason}", file=sys.stderr)
-    return found
+    return served
 
 
 def tune(problem: Problem, options: argparse.Namespace) -> dict:
@@ -247,8 +249,8 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", choices=("h100",), help="count, for this GPU")
     parser.add_argument("--out", type=Path, help="results/<device>-tune.json else")
-    both = ["encode", "decode"]
-    parser.add_argument("--ops", nargs="+", default=both, choices=both)
+    operations = ["encode", "decode"]
+    parser.add_argument("--ops", nargs="+", default=operations, choices=operations)
     kernels = ["triton", "mosaic_gpu"]
     parser.add_argument(
         "--implementations", nargs="+", default=kernels, choices=kernels
@@ -286,8 +288,8 @@ def main() -> None:
         # Each time, as a machine may be lent for less long than all of them take.
         out.write_text(json.dumps(made | {"results": results}, indent=1) + "\n")
     print(table(results))
-    for found in filter(None, (result["finding"] for result in results)):
-        print(found)
+    for text in filter(None, (result["finding"] for result in results)):
+        print(text)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Packed storage formats for arrays: what the bits are, and code that makes them.
+"""Packed storage formats for arrays: how bits are laid out, and code that packs them.
 
 A format is a folder: `affine` (floats as small codes with a scale per group), `planes`
 (the same, with more bits for some samples), `index` (small integers as they are) and
 `mask` (booleans and comparisons as bits).
-`reference.py` inside defines it in plain JAX. `words` holds the one definition of bit
-order, `noise` the one definition of random bits, `layout` where groups lie in an array.
-Nothing here knows what the arrays are used for.
+`reference.py` inside defines it in plain JAX. `words` alone defines bit order, `noise`
+alone defines random bits, and `layout` defines where groups lie in an array.
+Nothing here knows how the arrays are used.
 """
 
 from jaxact_kernels import affine, index, mask, planes

@@ -1,4 +1,4 @@
-"""Which implementation runs, and why the others do not."""
+"""Choose the implementation that runs, with reasons against the others."""
 
 import dataclasses
 
@@ -10,11 +10,11 @@ REFERENCE = "reference"
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The implementation that runs, and what kept those before it from running.
+    """The implementation that runs, and why those before it do not.
 
     Attributes:
         implementation: `triton`, `mosaic_gpu` or `reference`.
-        declined: (implementation, reason) of each that was preferred and declined.
+        declined: (implementation, reason) for each that was preferred and declined.
     """
 
     implementation: str
@@ -30,19 +30,19 @@ def choose(
     device: Device | str | None = None,
     implementation: str | None = None,
 ) -> Choice:
-    """Say which implementation of an operation runs on a GPU.
+    """Say by which implementation an operation runs on a GPU.
 
-    The rule: the first of `operation.kernels()` that does not decline, else the
+    The rule: the first in `operation.kernels()` that does not decline, else the
     reference. On anything but an NVIDIA GPU it is the reference.
 
     Args:
         operation: for example `affine.Encode(shape, dtype, bits=2)`.
-        device: a GPU, by its name if one likes (`h100`); None is the one that programs
-            are compiled for here.
+        device: a GPU, or its name (`h100`); None is the one that programs are compiled
+            for here.
         implementation: the only one to consider.
 
     Raises:
-        ValueError: there is no implementation of that name.
+        ValueError: no implementation has that name.
         NotImplementedError: the one asked for declines; it says why.
 
     Example:
@@ -83,7 +83,7 @@ def _why_not(operation: Operation, name: str, device: Device | None) -> str | No
     if operation.is_fused:
         return (
             "XLA fuses the definition with the elementwise operations around it, and a "
-            "kernel would need what is between them in memory"
+            "kernel would need the array between them in memory"
         )
     if 0 in operation.shape:
         return f"an array of shape {operation.shape} has no elements"

@@ -1,39 +1,35 @@
-"""What differs between the supported JAX versions in Pallas through Mosaic GPU.
+"""Parts of JAX that dispatch needs and no documented, stable interface gives."""
 
-Versions meant: 0.10.2 to 0.12.
-"""
-
-import inspect
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.experimental.pallas import mosaic_gpu
+import numpy as np
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend import core as jex
+from jax.interpreters.mlir import LoweringRuleContext
 
-# Whatever version is installed, its types lack names of another one.
-_plgpu: Any = mosaic_gpu
-
-# What a thread holds is said by the kernels, not inferred, where that is a choice.
-LANE: dict[str, Any] = (
-    {"lowering_semantics": _plgpu.LoweringSemantics.Lane}
-    if hasattr(_plgpu, "LoweringSemantics")
-    else {}
-)
+# A traced program with its constants. Newer JAX has the name for old callers alone.
+Program = jex.ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
 
 
-def interpreter() -> Any:
-    """How `kernel` is told to interpret; 0.10 cannot."""
-    return _plgpu.InterpretGPUParams()
+@functools.cache
+def needs_devices() -> Program:
+    """A program that JAX does not lower without knowing the devices.
+
+    JAX lowers an equation that has one among its parameters the same way. A lowering
+    rule cannot otherwise learn its GPU's model, nor partition a call over several GPUs.
+    """
+    identity = custom_partitioning(lambda x: x)
+    identity.def_partition(lambda *_: None, sharding_rule="i -> i")
+    return jax.make_jaxpr(identity)(jax.ShapeDtypeStruct((1,), np.uint32))
 
 
-def load(ref: Any, layout: Any) -> jax.Array:
-    """Load a whole reference; before 0.12 the index is an argument of its own."""
-    index = ((),) if "idx" in inspect.signature(_plgpu.load).parameters else ()
-    return _plgpu.load(ref, *index, layout=layout, optimized=False)
-
-
-def store(ref: Any, x: jax.Array) -> None:
-    """Store a whole reference; before 0.12 no assignment is checked to be fast."""
-    if hasattr(_plgpu, "store"):
-        _plgpu.store(ref, x, optimized=False)
-    else:
-        ref[...] = x
+def lowering_devices(ctx: LoweringRuleContext) -> Sequence[Any]:
+    """The devices that a program is lowered for; none where they are unknown."""
+    axes = ctx.module_context.axis_context
+    mesh = getattr(axes, "mesh", None)
+    if mesh is None:
+        return getattr(axes, "device_assignment", None) or ()
+    return tuple(mesh.devices.flat)

@@ -1,15 +1,15 @@
-"""How many groups a program takes, and how many threads work on them."""
+"""Block sizes: how many groups a program takes, and how many threads."""
 
 import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Block size of a kernel.
+    """A kernel's block size.
 
     Attributes:
-        groups: of a block; a power of two.
-        num_warps: warps of 32 threads that work on a block; a power of two.
+        groups: in a block; a power of two.
+        num_warps: warps, 32 threads each, that work on a block; a power of two.
     """
 
     groups: int = 32
@@ -26,11 +26,11 @@ class Config:
 
 
 def heuristic(group: int, item_bytes: int) -> Config:
-    """Choose a block for groups of `group` elements of `item_bytes` bytes each.
+    """Choose a block for groups with `group` elements, each `item_bytes` bytes.
 
-    A thread of four warps then holds 128 bytes of elements: 16 at a time are the widest
-    load, eight loads in flight hide the memory's latency, and with what else a program
-    keeps that fits 96 registers, so that five programs share a multiprocessor.
+    Each thread in four warps then holds 128 bytes: 16 at a time are the widest load,
+    eight loads in flight hide the memory's latency, and together with the program's
+    other values they fit 96 registers, so that five programs share a multiprocessor.
     """
     num_warps = 4
     groups = num_warps * 32 * 128 // (group * item_bytes)

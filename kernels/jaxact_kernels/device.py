@@ -23,7 +23,7 @@ class Device:
     """A GPU, as far as choosing a kernel for it needs to know.
 
     Attributes:
-        kind: what JAX calls it, such as `NVIDIA H100 80GB HBM3`; a model's name such as
+        kind: its name in JAX, such as `NVIDIA H100 80GB HBM3`; a model's name such as
             `h100` serves too.
         capability: CUDA compute capability; from `kind` where it is not given, and None
             if that names no known model.
@@ -38,7 +38,7 @@ class Device:
 
 
 def here() -> Device | None:
-    """The GPU of the surrounding abstract mesh, else the first attached, else None."""
+    """The GPU that the abstract mesh describes, else the first attached, else None."""
     abstract = jax.sharding.get_abstract_mesh().abstract_device
     if abstract is not None and abstract.device_kind:
         return Device(abstract.device_kind)
@@ -62,7 +62,7 @@ def old_for_triton(device: Device) -> str | None:
     return f"Triton needs compute capability 8.0; {device.kind} has {major}.{minor}"
 
 
-def described(device: Device) -> contextlib.AbstractContextManager[Any]:
+def described(device: Device) -> contextlib.AbstractContextManager[object]:
     """The context in which Pallas lowers for a device, and for no mesh."""
     abstract = jax.sharding.AbstractDevice(
         device_kind=device.kind, num_cores=None, platform="gpu"
@@ -73,8 +73,8 @@ def described(device: Device) -> contextlib.AbstractContextManager[Any]:
 
 def _capability(kind: str) -> tuple[int, int] | None:
     for model, capability in _CAPABILITIES.items():
-        # L40S and A10G are L40 and A10 by another name; RTX 4090 is of the series 40.
-        rest = r"\d\d" if model.startswith("RTX") else r"(?![0-9])"
-        if re.search(rf"\b{model}{rest}", kind, re.IGNORECASE):
+        # L40S and A10G are L40 and A10 by another name; RTX 4090 is in series 40.
+        end = r"\d\d" if model.startswith("RTX") else r"(?![0-9])"
+        if re.search(rf"\b{model}{end}", kind, re.IGNORECASE):
             return capability
     return None

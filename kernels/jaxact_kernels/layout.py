@@ -13,16 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-LANES = 32  # bits in a word; a group is a multiple of it so that any width fills words
+from jaxact_kernels.words import WORD_BITS
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Rows of `num_groups` groups of `group` elements each, under the axes `lead`.
+    """Rows with `num_groups` groups, each with `group` elements, under the axes `lead`.
 
-    Invariants: `group` is a multiple of 32; every group holds at least one of the row's
-    `length` elements; only a row's last group is padded, by fewer than
-    `min(group, 32 * num_groups)` elements; a row without elements has no groups.
+    Invariants: `group` is a multiple of 32, so that codes with any number of bits fill
+    whole words; every group holds at least one of the row's `length` elements; only a
+    row's last group is padded, by fewer than `min(group, 32 * num_groups)` elements; a
+    row without elements has no groups.
     """
 
     lead: tuple[int, ...]
@@ -40,7 +41,7 @@ class Layout:
         """Groups in the whole array."""
         return math.prod(self.lead) * self.num_groups
 
-    def split(self, x: jax.Array, fill) -> jax.Array:
+    def split(self, x: jax.Array, fill: float) -> jax.Array:
         """View `x` as `[*lead, num_groups, group]`; padding elements are `fill`."""
         if x.shape != (*self.lead, self.length):
             x = x.reshape(*self.lead, self.length)
@@ -50,7 +51,7 @@ class Layout:
         return x.reshape(*self.lead, self.num_groups, self.group)
 
     def join(self, groups: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """Undo `split`: drop the padding and return an array of `shape`."""
+        """Undo `split`: drop the padding and return an array with `shape`."""
         rows = groups.reshape(*self.lead, self.num_groups * self.group)
         if self.padding:
             rows = lax.slice_in_dim(rows, 0, self.length, axis=len(self.lead))
@@ -66,12 +67,12 @@ class Layout:
 
 
 def layout_of(shape: tuple[int, ...], group_size: int) -> Layout:
-    """Lay groups of at most `group_size` elements over an array of `shape`.
+    """Lay groups with at most `group_size` elements over an array with `shape`.
 
     A row is the last axis. While it is shorter than half a group the axis before it
-    joins, except axis 0: that is where batches are sharded. A scalar is a row of one.
-    Groups of a row are balanced, `32 * ceil(length / (32 * num_groups))` elements, so
-    that 300 elements become two groups of 160 and not one of 256 and one of 44.
+    joins, except axis 0: that is where batches are sharded. A scalar is a row with one
+    element. Groups in a row are balanced, `32 * ceil(length / (32 * num_groups))`
+    elements each: 300 elements become twice 160, not 256 and 44.
 
     Raises:
         ValueError: `group_size` is not a positive multiple of 32.
@@ -82,16 +83,18 @@ def layout_of(shape: tuple[int, ...], group_size: int) -> Layout:
         split -= 1
     length = math.prod(shape[split:])
     num_groups = -(-length // group_size)
-    group = LANES * -(-length // (LANES * num_groups)) if num_groups else LANES
+    if not num_groups:
+        return Layout(tuple(shape[:split]), length, num_groups, WORD_BITS)
+    group = WORD_BITS * -(-length // (WORD_BITS * num_groups))
     return Layout(tuple(shape[:split]), length, num_groups, group)
 
 
 def check_group_size(group_size: int) -> None:
     """Raise `ValueError` unless `group_size` is a positive multiple of 32."""
     is_int = isinstance(group_size, int) and not isinstance(group_size, bool)
-    if not is_int or group_size <= 0 or group_size % LANES:
+    if not is_int or group_size <= 0 or group_size % WORD_BITS:
         raise ValueError(
             f"got group_size={group_size!r}; a group must hold a positive multiple of "
-            f"{LANES} elements so that codes of any width fill whole words; pass for "
-            "example group_size=256"
+            f"{WORD_BITS} elements so that codes of any width fill whole words; pass "
+            "for example group_size=256"
         )

@@ -1,19 +1,23 @@
-"""The one definition of random bits: counter-based, in 32-bit integers alone.
+"""The only definition of random bits: counter-based, in 32-bit integers alone.
 
 16 bits for every element, from the caller's seed, the group's index in the array, the
-group's own stored metadata and the element's place in the group. There is no state, so
-a resumed or resharded run draws the same bits, and integer arithmetic is the same on
-every device. In a group of g elements, e and e + g/2 share one 32-bit hash: the first
+group's own stored metadata and the element's position in the group. There is no state,
+so a resumed or resharded run draws the same bits, and integer arithmetic is the same on
+every device. In a group with g elements, e and e + g/2 share one 32-bit hash: the first
 takes its low half, the second its high half.
 
 The finalizer is lowbias32 (Wellons 2018, "Prospecting for Hash Functions",
-https://nullprogram.com/blog/2018/07/31/), a bijection whose avalanche is within 0.2 %
-of ideal.
+https://nullprogram.com/blog/2018/07/31/), a bijection whose avalanche is ideal within
+0.2 %.
 """
+
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax import lax
+
+from jaxact_kernels.numbering import Numbering
 
 GOLDEN = np.uint32(0x9E3779B9)  # odd, 2**32 / golden ratio: counters spread evenly
 
@@ -31,29 +35,38 @@ def group_keys(seed: jax.Array, metadata: jax.Array) -> jax.Array:
     Args:
         seed: `uint32[]`.
         metadata: `uint32[*lead, num_groups]`, zero point above scale. It makes noise
-            differ between arrays that share a seed and between `vmap` lanes, where
-            the group's index is counted inside the lane.
+            differ between arrays that share a seed, also under `vmap`, where groups
+            are counted within each mapped array.
     """
     return group_key(seed, _row_major_index(metadata.shape), metadata)
 
 
 def group_key(seed: jax.Array, index: jax.Array, metadata: jax.Array) -> jax.Array:
-    """The key of the group that is number `index` of its array, all `uint32`."""
+    """The key for the group that is number `index` in its array, all `uint32`."""
     counter = lax.mul(index, GOLDEN)
     return hash32(lax.bitwise_xor(hash32(lax.add(seed, counter)), metadata))
 
 
-def shard_key(draw: tuple, local: jax.Array, metadata: jax.Array) -> jax.Array:
-    """The key of the group that is number `local` of a shard.
+class Draw(NamedTuple):
+    """The origin of a shard's noise.
 
-    `draw` is the seed; the number of the shard's first group, unless that is 0; and the
-    `Numbering` of the shard's groups, or None if the shard is the whole array.
+    Attributes:
+        seed: `uint32[]`.
+        numbering: of the shard's groups; None if the shard is the whole array.
+        first: the number that the shard's first group has, `uint32[]`; None for 0.
     """
-    seed, *origin, numbering = draw
-    index = local if numbering is None else numbering.of(local)
-    for first in origin:
-        index = lax.add(first, index)
-    return group_key(seed, index, metadata)
+
+    seed: jax.Array
+    numbering: Numbering | None = None
+    first: jax.Array | None = None
+
+
+def shard_key(draw: Draw, local: jax.Array, metadata: jax.Array) -> jax.Array:
+    """The key for the group that is number `local` in a shard."""
+    index = local if draw.numbering is None else draw.numbering.of(local)
+    if draw.first is not None:
+        index = lax.add(draw.first, index)
+    return group_key(draw.seed, index, metadata)
 
 
 def sixteen_bits(keys: jax.Array, group: int) -> jax.Array:
@@ -63,7 +76,7 @@ def sixteen_bits(keys: jax.Array, group: int) -> jax.Array:
     index = lax.broadcasted_iota(np.uint32, (*ones, 1, half), keys.ndim + 1)
     key = lax.expand_dims(keys, (keys.ndim, keys.ndim + 1))
     hashes = hash32(lax.add(key, lax.mul(index, GOLDEN)))
-    shift = np.array([0, 16], np.uint32)  # low bits for the first half of a group
+    shift = np.array([0, 16], np.uint32)  # low bits for a group's first half
     halves = lax.shift_right_logical(hashes, shift.reshape(*ones, 2, 1))
     bits = lax.bitwise_and(halves, np.uint32(0xFFFF))
     return lax.reshape(bits, (*keys.shape, group))

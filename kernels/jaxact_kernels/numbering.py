@@ -1,8 +1,8 @@
-"""What number a group of one shard has in the whole array.
+"""From a group's number in one shard to its number in the whole array.
 
 Noise depends on a group's number in row-major order. A kernel sees one shard, whose
-groups are a box of the whole array's: it is told where the box begins and how far apart
-the box's groups are in each direction.
+groups are a box among the whole array's: it is told where the box begins and how far
+apart the box's groups are in each direction.
 """
 
 import dataclasses
@@ -15,38 +15,38 @@ from jax import lax
 
 @dataclasses.dataclass(frozen=True)
 class Numbering:
-    """Numbers, counted from the box's first, of a box of groups of shape `sizes`.
+    """Numbers for a box of groups, counted from the box's first.
 
     Attributes:
-        sizes: groups of the box along each axis, outermost first.
-        strides: what one step along each axis adds to the number, modulo 2**32.
+        sizes: groups in the box along each axis, outermost first.
+        strides: by how much a step along each axis raises the number, modulo 2**32.
     """
 
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
 
     def of(self, local: jax.Array) -> jax.Array:
-        """Numbers of groups that are number `local` of the box, both `uint32`."""
-        number, rest = None, local
+        """Numbers in the array for those in the box, both `uint32`."""
+        number, outer = None, local
         for axis in reversed(range(len(self.sizes))):
             size = np.uint32(self.sizes[axis])
-            place = rest if axis == 0 else lax.rem(rest, size)
-            rest = rest if axis == 0 else lax.div(rest, size)
+            index = outer if axis == 0 else lax.rem(outer, size)
+            outer = outer if axis == 0 else lax.div(outer, size)
             if self.strides[axis] != 1:
-                place = lax.mul(place, np.uint32(self.strides[axis] % 2**32))
-            number = place if number is None else lax.add(number, place)
+                index = lax.mul(index, np.uint32(self.strides[axis] % 2**32))
+            number = index if number is None else lax.add(number, index)
         return local if number is None else number
 
 
 def box(sizes: tuple[int, ...], whole: tuple[int, ...]) -> Numbering:
-    """Number a box of `sizes` in an array of groups of shape `whole`, row-major.
+    """Number a box with `sizes` in an array whose groups have shape `whole`.
 
-    Axes that the box spans are joined with the one before, so that a box cut along its
-    first axis alone counts by ones.
+    Numbers are row-major. Axes that the box spans are joined with the one before, so
+    that a box cut along its first axis alone counts by ones.
     """
     joined: list[tuple[int, int]] = []
-    for size, of, stride in zip(sizes, whole, row_major(whole), strict=True):
-        if joined and size == of:
+    for size, full, stride in zip(sizes, whole, row_major(whole), strict=True):
+        if joined and size == full:
             joined[-1] = joined[-1][0] * size, stride
         else:
             joined.append((size, stride))
@@ -54,5 +54,5 @@ def box(sizes: tuple[int, ...], whole: tuple[int, ...]) -> Numbering:
 
 
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """What one step along each axis adds to a row-major number."""
+    """By how much a step along each axis raises a row-major number."""
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))

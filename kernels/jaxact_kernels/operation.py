@@ -1,8 +1,8 @@
-"""What an implementation must compute: one encode or decode, with all options fixed.
+"""The interface of an implementation: one encode or decode, with all options fixed.
 
 An operation is a value. It knows its definition, the kernels that may stand in for
-that, and how the axes of what it reads and writes correspond, which is what a sharded
-call needs.
+that, and how the axes of its operands and results correspond, which a sharded call
+needs.
 """
 
 import abc
@@ -10,41 +10,57 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxact_kernels.device import Device
 from jaxact_kernels.layout import Layout
+from jaxact_kernels.numbering import Numbering
 
 # The name of an axis. Two names on one axis: it is their product, outermost first.
 Axis = str | tuple[str, str]
 Axes = tuple[Axis, ...]
 
-GROUP = "group"
+# For each `vmap` around a call, outermost first: which operands it maps.
+Vmaps = tuple[tuple[bool, ...], ...]
+
+GROUP_AXIS = "group"
 
 
 @dataclasses.dataclass(frozen=True)
 class Operation(abc.ABC):
-    """One operation of a format on arrays of one shape and dtype.
+    """One operation on arrays with one shape and dtype, in one format.
 
     Attributes:
         shape: of the unpacked array.
         dtype: of the unpacked array.
         is_fused: whether elementwise operations compute the array to encode, or read
-            the decoded one, so that XLA can make one kernel of them and the definition.
+            the decoded one, so that XLA can make one kernel from them and the
+            definition.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype
     is_fused: bool = dataclasses.field(default=False, kw_only=True)
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(self.shape))
+        object.__setattr__(self, "dtype", np.dtype(self.dtype))
+        self.check()
+
+    @abc.abstractmethod
+    def check(self) -> None:
+        """Raise `ValueError` where the format does not hold such an array."""
+
     @property
     @abc.abstractmethod
     def layout(self) -> Layout:
         """Where groups lie in the unpacked array."""
 
+    @property
     @abc.abstractmethod
-    def reference(self, *arrays: Any) -> Any:
-        """The definition."""
+    def reference(self) -> Callable[..., Any]:
+        """The definition: a function from the operands."""
 
     @abc.abstractmethod
     def kernels(self) -> dict[str, Callable[[Device], str | None]]:
@@ -54,9 +70,12 @@ class Operation(abc.ABC):
         """
 
     @abc.abstractmethod
-    def kernel(self, implementation: str, numbering: Any) -> Callable[..., Any]:
-        """The kernel: a function of the operands and, if there is a `numbering`, of
-        the number of the shard's first group.
+    def kernel(
+        self, implementation: str, numbering: Numbering | None
+    ) -> Callable[..., tuple[jax.Array, ...]]:
+        """The kernel: a function from the operands, as separate arrays.
+
+        With a `numbering`, the number of the shard's first group follows them.
         """
 
     @property
@@ -71,10 +90,10 @@ class Operation(abc.ABC):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Size of each named axis of the unpacked array and of groups."""
+        """Size of each axis that the unpacked array or its groups have, by name."""
         layout = self.layout
         lead = {f"lead{i}": size for i, size in enumerate(layout.lead)}
-        return lead | {GROUP: layout.num_groups, "element": layout.group}
+        return lead | {GROUP_AXIS: layout.num_groups, "element": layout.group}
 
     @property
     def lead_axes(self) -> tuple[str, ...]:
@@ -86,14 +105,21 @@ class Operation(abc.ABC):
         """Axes of the unpacked array.
 
         Groups can be told apart along its last axis only if they fill it and no other
-        axis is part of a row. Shardy wants no factors of 1.
+        axis belongs to a row. Shardy rejects factors of size 1.
         """
         layout = self.layout
         rows = self.shape[len(layout.lead) :]
         if len(rows) == 1 and not layout.padding and layout.num_groups > 1:
-            return *self.lead_axes, (GROUP, "element")
+            return *self.lead_axes, (GROUP_AXIS, "element")
         return *self.lead_axes, *(f"row{i}" for i in range(len(rows)))
 
     def at(self, shape: tuple[int, ...]) -> "Operation":
-        """The same on arrays of another shape."""
+        """The same on arrays with another shape."""
         return dataclasses.replace(self, shape=shape)
+
+
+def over_vmapped_axes(f: Callable[..., Any], vmaps: Vmaps) -> Callable[..., Any]:
+    """Map `f` over the leading axes that `vmaps` gave its operands."""
+    for is_mapped in reversed(vmaps):
+        f = jax.vmap(f, in_axes=tuple(0 if mapped else None for mapped in is_mapped))
+    return f

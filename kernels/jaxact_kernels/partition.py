@@ -1,4 +1,4 @@
-"""Run a kernel on each shard of its operands, with no communication.
+"""Run a kernel on each shard where it lies, with no communication.
 
 XLA cannot look into a kernel and would gather its operands. It is told that an
 operation keeps every axis that groups do not cross: each device runs the operation on
@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,25 +18,33 @@ from jax import core, lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend import core as jex
 from jax.interpreters import mlir
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxact_kernels.device import Device, described
-from jaxact_kernels.dispatch import over_lanes
 from jaxact_kernels.numbering import Numbering, box, row_major
-from jaxact_kernels.operation import GROUP, Axes, Axis, Operation
+from jaxact_kernels.operation import (
+    GROUP_AXIS,
+    Axes,
+    Axis,
+    Operation,
+    Vmaps,
+    over_vmapped_axes,
+)
 
-Lanes = tuple[tuple[bool, ...], ...]
-
+Kernel = Callable[..., tuple[jax.Array, ...]]
+MeshAxes = tuple[str, ...]
+Cut = dict[str, MeshAxes]  # for each axis that is cut, by name: over which mesh axes
 
 kernel_p = jex.Primitive("packed_operation_kernel")
 kernel_p.multiple_results = True
 
 
 @functools.cache
-def sharded_call(
-    operation: Operation, implementation: str, lanes: Lanes, device: Device
-) -> Any:
-    """The kernel of an operation, under `lanes` of `vmap`, shard by shard."""
-    return _Sharded(operation, implementation, lanes, device).function()
+def sharded_kernel(
+    operation: Operation, implementation: str, vmaps: Vmaps, device: Device
+) -> Kernel:
+    """The kernel for an operation under `vmaps`, shard by shard."""
+    return _Sharded(operation, implementation, vmaps, device).function()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,56 +53,66 @@ class Shard:
 
     Attributes:
         numbering: of its groups, counted from its first.
-        steps: (mesh axes, what one step along them adds to the number of the first).
+        steps: (mesh axes, by how much a step along them raises the first number).
     """
 
     numbering: Numbering
-    steps: tuple[tuple[tuple[str, ...], int], ...]
+    steps: tuple[tuple[MeshAxes, int], ...]
 
     def first(self) -> jax.Array:
         """The number of the first group, `uint32[]`."""
         number = lax.full((), 0, np.uint32)
-        for over, step in self.steps:
-            place = lax.convert_element_type(lax.axis_index(over), np.uint32)
-            number = lax.add(number, lax.mul(place, np.uint32(step % 2**32)))
+        for mesh_axes, step in self.steps:
+            position = lax.convert_element_type(lax.axis_index(mesh_axes), np.uint32)
+            number = lax.add(number, lax.mul(position, np.uint32(step % 2**32)))
         return number
 
 
-def kernel_call(
+def single_device_kernel(
     operation: Operation,
     implementation: str,
-    lanes: Lanes,
+    vmaps: Vmaps,
     device: Device,
     shard: Shard | None = None,
-) -> Any:
-    """The kernel of an operation, under `lanes` of `vmap`, on one device.
+) -> Kernel:
+    """The kernel for an operation under `vmaps`, on one device.
 
-    It is one equation with a lowering rule of its own, because only what is traced
-    inside the rule sees the device, and nothing of the mesh around the call.
+    It is one equation with its own lowering rule, because only a trace inside the rule
+    sees the device, and nothing of the mesh around the call.
     """
     kernel = operation.kernel(implementation, shard and shard.numbering)
 
-    def over(*arrays: Any) -> Any:
-        # A shard's first group has the same number in every lane.
+    def mapped(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        # A shard's first group has the same number at every index of a vmapped axis.
         first = (shard.first(),) if shard else ()
-        call = lambda *lane: tuple(kernel(*lane, *first))
-        return over_lanes(call, lanes)(*arrays)
+        call = lambda *operands: tuple(kernel(*operands, *first))
+        return over_vmapped_axes(call, vmaps)(*arrays)
 
-    def call(*arrays: Any) -> Any:
+    def call(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays]
         with described(device):
-            results = jax.eval_shape(over, *shapes)
+            results = jax.eval_shape(mapped, *shapes)
         results = tuple(core.ShapedArray(r.shape, r.dtype) for r in results)
-        return tuple(kernel_p.bind(*arrays, f=over, device=device, results=results))
+        return tuple(kernel_p.bind(*arrays, f=mapped, device=device, results=results))
 
     return call
 
 
-def _lower_kernel(ctx: Any, *values: Any, f: Any, device: Device, results: Any) -> Any:
-    plain = [core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in]
+def _lower_kernel(
+    ctx: mlir.LoweringRuleContext,
+    *values: mlir.ir.Value,
+    f: Kernel,
+    device: Device,
+    results: tuple[core.ShapedArray, ...],
+) -> Sequence[mlir.ir.Value]:
+    plain = [_without_sharding(operand) for operand in ctx.avals_in]
     ctx = ctx.replace(avals_in=plain, avals_out=results)
     with described(device):
         return mlir.lower_fun(f, multiple_results=True)(ctx, *values)
+
+
+def _without_sharding(array: Any) -> core.ShapedArray:
+    return core.ShapedArray(array.shape, array.dtype)
 
 
 kernel_p.def_abstract_eval(lambda *_, results, **params: results)
@@ -101,24 +120,27 @@ mlir.register_lowering(kernel_p, _lower_kernel)
 
 
 class _Sharded:
-    """One kernel call and the names of all its operands' axes."""
+    """One kernel call, with names for all its operands' axes."""
 
     def __init__(
-        self, operation: Operation, implementation: str, lanes: Lanes, device: Device
+        self, operation: Operation, implementation: str, vmaps: Vmaps, device: Device
     ):
         self.operation = operation
         self.kernel = functools.partial(
-            kernel_call, implementation=implementation, lanes=lanes, device=device
+            single_device_kernel,
+            implementation=implementation,
+            vmaps=vmaps,
+            device=device,
         )
-        names = [f"lane{level}" for level in range(len(lanes))]
-        mapped = zip(*lanes, strict=True) if lanes else itertools.repeat(())
+        names = [f"vmap{level}" for level in range(len(vmaps))]
+        mapped = zip(*vmaps, strict=True) if vmaps else itertools.repeat(())
         self.inputs = [
             (*itertools.compress(names, is_mapped), *axes)
             for is_mapped, axes in zip(mapped, operation.inputs, strict=False)
         ]
         self.outputs = [(*names, *axes) for axes in operation.outputs]
 
-    def function(self) -> Any:
+    def function(self) -> Kernel:
         """The call, ready for XLA's partitioner."""
         called = custom_partitioning(self.kernel(self.operation))
         called.def_partition(
@@ -131,18 +153,20 @@ class _Sharded:
         return called
 
     def _rule(self) -> str:
-        """The correspondence of axes in the notation of Shardy."""
+        """How axes correspond, in Shardy's notation."""
         sides = (self.inputs, self.outputs)
         inputs, outputs = (", ".join(map(_factors, side)) for side in sides)
         return f"{inputs} -> {outputs}"
 
     def _compound_sizes(self) -> dict[str, int]:
-        """Sizes of the names that are nowhere a whole axis: Shardy asks for those."""
+        """Sizes for the names that are nowhere a whole axis: Shardy asks for those."""
         axes = [axis for side in self.inputs + self.outputs for axis in side]
         names = {name for axis in axes if isinstance(axis, tuple) for name in axis}
         return {name: self.operation.sizes[name] for name in names.difference(axes)}
 
-    def _partition(self, mesh: Any, operands: Any, results: Any) -> Any:
+    def _partition(
+        self, mesh: Mesh, operands: Sequence[Any], results: object
+    ) -> tuple[Mesh, Kernel, tuple[NamedSharding, ...], tuple[NamedSharding, ...]]:
         cut = self._cut(mesh, operands)
         shard = functools.partial(_sharding, mesh, cut)
         outputs, inputs = (
@@ -151,40 +175,43 @@ class _Sharded:
         )
         return mesh, self._local(mesh, cut), outputs, inputs
 
-    def _infer(self, mesh: Any, operands: Any, results: Any) -> Any:
+    def _infer(
+        self, mesh: Mesh, operands: Sequence[Any], results: object
+    ) -> tuple[NamedSharding, ...]:
         cut = self._cut(mesh, operands)
         return tuple(_sharding(mesh, cut, axes) for axes in self.outputs)
 
-    def _cut(self, mesh: Any, operands: Any) -> dict[str, tuple[str, ...]]:
+    def _cut(self, mesh: Mesh, operands: Sequence[Any]) -> Cut:
         """Mesh axes over which each named axis is cut, by the first operand."""
         cut = {}
-        over = _mesh_axes(mesh, operands[0])
-        for axis, names in zip(self.inputs[0], over, strict=True):
+        mesh_axes = _mesh_axes(mesh, operands[0])
+        for axis, names in zip(self.inputs[0], mesh_axes, strict=True):
             name = _outermost(axis)
             parts = math.prod(mesh.shape[n] for n in names)
-            is_whole = name.startswith(("lane", "lead"))
-            if parts > 1 and (is_whole or name == GROUP and self._keeps_groups(parts)):
+            is_whole = name.startswith(("vmap", "lead"))
+            keeps_groups = name == GROUP_AXIS and self._keeps_groups(parts)
+            if parts > 1 and (is_whole or keeps_groups):
                 cut[name] = names
         return cut
 
     def _keeps_groups(self, count: int) -> bool:
         """Whether a row cut in `count` parts has the whole row's groups."""
         operation = self.operation
-        if operation.sizes[GROUP] % count:
+        if operation.sizes[GROUP_AXIS] % count:
             return False
         *lead, length = operation.shape
         local = operation.at((*lead, length // count)).layout
         whole = operation.layout
         return local.lead == whole.lead and local.group == whole.group
 
-    def _local(self, mesh: Any, cut: dict[str, tuple[str, ...]]) -> Any:
+    def _local(self, mesh: Mesh, cut: Cut) -> Kernel:
         """The function that one device runs."""
         operation = self.operation
-        parts = {k: math.prod(mesh.shape[a] for a in over) for k, over in cut.items()}
+        parts = {k: math.prod(mesh.shape[a] for a in names) for k, names in cut.items()}
         names = map(_outermost, operation.unpacked_axes)
         dims = zip(names, operation.shape, strict=True)
         local = operation.at(tuple(-(-size // parts.get(k, 1)) for k, size in dims))
-        axes = (*operation.lead_axes, GROUP)
+        axes = (*operation.lead_axes, GROUP_AXIS)
         whole = tuple(operation.sizes[k] for k in axes)
         sizes = tuple(local.sizes[k] for k in axes)
         strides = zip(axes, sizes, row_major(whole), strict=True)
@@ -201,32 +228,32 @@ def _factors(axes: Axes) -> str:
     return " ".join(f"({' '.join(a)})" if isinstance(a, tuple) else a for a in axes)
 
 
-def _sharding(mesh: Any, cut: dict[str, tuple[str, ...]], axes: Axes) -> Any:
-    spec = jax.sharding.PartitionSpec(*(cut.get(_outermost(a)) for a in axes))
-    return jax.sharding.NamedSharding(mesh, spec)
+def _sharding(mesh: Mesh, cut: Cut, axes: Axes) -> NamedSharding:
+    spec = PartitionSpec(*(cut.get(_outermost(a)) for a in axes))
+    return NamedSharding(mesh, spec)
 
 
-def _mesh_axes(mesh: Any, operand: Any) -> list[tuple[str, ...]]:
+def _mesh_axes(mesh: Mesh, operand: Any) -> list[MeshAxes]:
     """For each axis of an operand, the mesh axes that it is cut over.
 
     Read from where the parts are, as the sharding that XLA chose may have no name: it
     may cut an axis over a part of a mesh axis, which counts as whole here.
     """
-    nowhere: list[tuple[str, ...]] = [()] * len(operand.shape)
+    uncut: list[MeshAxes] = [()] * len(operand.shape)
     if mesh.empty:  # inside a shard_map that is manual over some axes only
-        return nowhere
+        return uncut
     try:
-        places = operand.sharding.devices_indices_map(operand.shape)
-    except ValueError:  # parts of different sizes
-        return nowhere
+        parts = operand.sharding.devices_indices_map(operand.shape)
+    except ValueError:  # parts that differ in size
+        return uncut
     starts = [
-        [places[d][axis].start or 0 for d in mesh.devices.flat]
+        [parts[d][axis].start or 0 for d in mesh.devices.flat]
         for axis in range(len(operand.shape))
     ]
     return [_axes_of(mesh, np.unique(s, return_inverse=True)[1]) for s in starts]
 
 
-def _axes_of(mesh: Any, part: np.ndarray) -> tuple[str, ...]:
+def _axes_of(mesh: Mesh, part: np.ndarray) -> MeshAxes:
     """The mesh axes, outermost first, whose row-major number is each device's part."""
     part = part.reshape(mesh.devices.shape)
     strides = {

@@ -1,9 +1,9 @@
 """How a GPU kernel cuts groups, so that packing moves no element between threads.
 
-A group of g elements is cut into `count` tiles of `width` consecutive elements, where
-`width` is the number of words of the narrowest field of a code (see `words`). Element w
-of every tile then goes into word w, modulo `width`, of every field: a thread that holds
-one place of all tiles packs its words alone, with shifts and ORs.
+A group is cut into `count` tiles with `width` consecutive elements each, where `width`
+is the word count for a code's narrowest field (see `words`). Element w in every tile
+then goes into word w, modulo `width`, in every field: a thread that holds one column
+from all tiles packs its words alone, with shifts and ORs.
 """
 
 import dataclasses
@@ -13,18 +13,18 @@ import jax
 import numpy as np
 from jax import lax
 
-from jaxact_kernels.layout import LANES, Layout
-from jaxact_kernels.words import fields
+from jaxact_kernels.layout import Layout
+from jaxact_kernels.words import WORD_BITS, fields
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """The tiles of a block of groups.
+    """The tiles into which a block's groups are cut.
 
     Attributes:
-        layout: of the array.
-        bits: of a code.
-        groups: groups in a block, a power of two.
+        layout: how groups lie in the array.
+        bits: in a code.
+        groups: in a block, a power of two.
     """
 
     layout: Layout
@@ -33,31 +33,31 @@ class Tiles:
 
     @property
     def finest(self) -> int:
-        """Bits of the narrowest field."""
+        """Bits in the narrowest field."""
         return self.bits & -self.bits
 
     @property
     def count(self) -> int:
-        """Tiles of a group."""
-        return LANES // self.finest
+        """Tiles in a group."""
+        return WORD_BITS // self.finest
 
     @property
     def width(self) -> int:
-        """Elements of a tile."""
+        """Elements in a tile."""
         return self.layout.group // self.count
 
     @property
-    def lanes(self) -> int:
-        """Elements of a tile and what fills it up to a power of two."""
+    def padded_width(self) -> int:
+        """Elements in a tile that is filled up to a power of two."""
         return 1 << (self.width - 1).bit_length()
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the array; the last may be short of groups."""
+        """Blocks in the array; the last may lack some groups."""
         return -(-self.layout.total_groups // self.groups)
 
     def pack(self, codes: list[jax.Array]) -> list[jax.Array]:
-        """Pack one tile of codes after another: words for each of `first_words`."""
+        """Pack the tiles' codes: an array for each entry in `first_words`."""
         packed = []
         for _, offset, width in self._fields():
             repeats = width // self.finest
@@ -77,31 +77,32 @@ class Tiles:
     ) -> tuple[jax.Array, ...]:
         """Add tile `k`, an `int32` that may be traced, to packed words.
 
-        `packed` has an array for each of `first_words`, of zeros before the first tile.
+        `packed` has one array for each entry in `first_words`, zero before the first
+        tile.
         """
         added = []
         for _, offset, width in self._fields():
             repeats = width // self.finest
-            turn = lax.div(k, np.int32(repeats))
-            place = lax.rem(k, np.int32(repeats))
-            shift = lax.convert_element_type(turn * np.int32(width), np.uint32)
+            slot = lax.div(k, np.int32(repeats))
+            part = lax.rem(k, np.int32(repeats))
+            shift = lax.convert_element_type(slot * np.int32(width), np.uint32)
             field = _field(code, offset, width, self.bits)
             field = lax.shift_left(field, lax.full_like(field, shift))
             for m in range(repeats):
-                here = lax.full_like(field, lax.eq(place, np.int32(m)), np.bool_)
+                is_part = lax.full_like(field, lax.eq(part, np.int32(m)), np.bool_)
                 words = lax.bitwise_or(packed[len(added)], field)
-                added.append(lax.select(here, words, packed[len(added)]))
+                added.append(lax.select(is_part, words, packed[len(added)]))
         return tuple(added)
 
     def unpack(self, k: int, words: dict[int, jax.Array]) -> jax.Array:
-        """Return tile `k` of the codes, from words by the first word of each tile."""
+        """Return the codes in tile `k`, from words by `first_words`."""
         code = None
         for start, offset, width in self._fields():
-            turn, m = divmod(k, width // self.finest)
+            slot, m = divmod(k, width // self.finest)
             field = lax.shift_right_logical(
-                words[start + m * self.width], np.uint32(turn * width)
+                words[start + m * self.width], np.uint32(slot * width)
             )
-            if (turn + 1) * width < LANES:
+            if (slot + 1) * width < WORD_BITS:
                 field = lax.bitwise_and(field, np.uint32((1 << width) - 1))
             field = _shift(field, offset)
             code = field if code is None else lax.bitwise_or(code, field)
@@ -109,7 +110,7 @@ class Tiles:
         return code
 
     def first_words(self) -> list[int]:
-        """Where in a group's words each tile of words starts."""
+        """Where, in a group's words, each array that `pack` returns starts."""
         return [
             start + m * self.width
             for start, _, width in self._fields()
@@ -117,8 +118,8 @@ class Tiles:
         ]
 
     def _fields(self) -> list[tuple[int, int, int]]:
-        """List (first word, offset in the code, width) of each field."""
-        per_bit = self.layout.group // LANES
+        """List (first word, offset in the code, width) for each field."""
+        per_bit = self.layout.group // WORD_BITS
         return [
             (offset * per_bit, offset, width) for offset, width in fields(self.bits)
         ]

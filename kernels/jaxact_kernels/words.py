@@ -1,11 +1,11 @@
-"""The one definition of bit order: codes packed into planar 32-bit words.
+"""The only definition of bit order: codes packed into planar 32-bit words.
 
-A code of `bits` bits is cut, low bits first, into fields whose widths are the powers of
-two in `bits`, widest first: 3 = 2 + 1, 5 = 4 + 1, 6 = 4 + 2, 7 = 4 + 2 + 1. A field of
-width f of a group of g elements takes W = g * f / 32 words, and word w holds elements
-w, W + w, 2W + w, ... at bit offsets 0, f, 2f, ... The words of a group's fields follow
-one another. No bit is wasted at any width, and packing is shifts and ORs of contiguous
-slices: no element changes its lane.
+A code with `bits` bits is cut, low bits first, into fields whose widths are the powers
+of two in `bits`, widest first: 3 = 2 + 1, 5 = 4 + 1, 6 = 4 + 2, 7 = 4 + 2 + 1. In a
+group with g elements a field f bits wide takes W = g * f / 32 words, and word w holds
+elements w, W + w, 2W + w, ... at bit offsets 0, f, 2f, ... The words for a group's
+fields follow one another. No bit is wasted at any width, and packing shifts and ORs
+contiguous slices: no element moves sideways in a vector register.
 """
 
 import itertools
@@ -15,35 +15,36 @@ import jax
 import numpy as np
 from jax import lax
 
+WORD_BITS = 32
 MAX_BITS = 8
-ONE_BIT_OF_EACH = np.uint32(0x01010101)  # of the codes in a word of four
+LOWEST_BITS = np.uint32(0x01010101)  # mask for the four 8-bit codes in a word
 
 
 def widths(bits: int) -> tuple[int, ...]:
-    """Widths of the fields of a code, from its lowest bits up: 7 -> (4, 2, 1)."""
+    """Widths of a code's fields, from its lowest bits up: 7 -> (4, 2, 1)."""
     return tuple(1 << k for k in reversed(range(4)) if bits >> k & 1)
 
 
 def num_words(group: int, bits: int) -> int:
-    """Words taken by one group of `group` codes."""
-    return group * bits // 32
+    """Words taken by one group, which has `group` codes."""
+    return group * bits // WORD_BITS
 
 
 def pack(codes: jax.Array, bits: int) -> jax.Array:
     """Pack `uint32[..., g]` codes below `2**bits` into `uint32[..., g * bits / 32]`."""
     slot = 1 << (bits - 1).bit_length()
     *lead, group = codes.shape
-    slots = lax.reshape(codes, (*lead, 32 // slot, group * slot // 32))
-    shift = np.arange(0, 32, slot, dtype=np.uint32).reshape(*(1 for _ in lead), -1, 1)
+    slots = lax.reshape(codes, (*lead, WORD_BITS // slot, num_words(group, slot)))
+    shift = _offsets(slot).reshape(*(1 for _ in lead), -1, 1)
     shifted = lax.shift_left(slots, shift)
     slots = lax.reduce(shifted, np.uint32(0), lax.add, (len(lead),))
     if slot == bits:
         return slots
-    # Odd widths are cut from the words of the next power of two: the codes, which cost
-    # far more than the cutting, are computed once.
+    # Odd widths are cut from words packed at the next power of two: the codes, which
+    # cost far more than the cutting, are computed once.
     parts = []
     for offset, width in fields(bits):
-        mask = np.uint32(sum(((1 << width) - 1) << i for i in range(0, 32, slot)))
+        mask = np.uint32(sum(((1 << width) - 1) << i for i in _offsets(slot).tolist()))
         field = lax.bitwise_and(_shift_right(slots, offset), mask)
         parts.append(_fold(field, slot, width))
     return lax.concatenate(parts, len(lead))
@@ -52,35 +53,34 @@ def pack(codes: jax.Array, bits: int) -> jax.Array:
 def unpack(words: jax.Array, bits: int) -> jax.Array:
     """Undo `pack`: `uint32[..., g * bits / 32]` words into `uint32[..., g]` codes."""
     *lead, size = words.shape
-    return lax.reshape(unpack_slots(words, bits), (*lead, size * 32 // bits))
+    return lax.reshape(unpack_slots(words, bits), (*lead, size * WORD_BITS // bits))
 
 
 def unpack_slots(words: jax.Array, bits: int) -> jax.Array:
-    """The same with the g codes of a group over several axes, in row-major order.
+    """The same with a group's g codes over several axes, in row-major order.
 
-    Those of the shifts and of the words: XLA:CPU takes 2.5 times as long for what is
-    computed after they are joined (4 Mi float32, jax 0.12).
+    They are the axes that shifts and words have: XLA:CPU takes 2.5 times as long for
+    operations after they are joined (4 Mi float32, jax 0.12).
     """
     *lead, size = words.shape
-    lanes, repeats = size // bits, _repeats(bits)
+    per_bit, repeats = size // bits, _repeats(bits)
     codes, start = None, 0
     for i, (offset, width) in enumerate(fields(bits)):
-        inner = (1,) * (i + 1) + repeats[i + 1 :] + (lanes * widths(bits)[-1],)
-        field = lax.slice_in_dim(words, start, start + lanes * width, axis=len(lead))
+        inner = (1,) * (i + 1) + repeats[i + 1 :] + (per_bit * widths(bits)[-1],)
+        field = lax.slice_in_dim(words, start, start + per_bit * width, axis=len(lead))
         field = lax.reshape(field, (*lead, *inner))
-        shift = np.arange(0, 32, width, dtype=np.uint32)
         outer = (1,) * len(lead) + repeats[: i + 1]
-        shift = shift.reshape(outer + (1,) * (len(inner) - i - 1))
+        shift = _offsets(width).reshape(outer + (1,) * (len(inner) - i - 1))
         code = lax.shift_right_logical(field, shift)
         code = _shift_left(lax.bitwise_and(code, np.uint32((1 << width) - 1)), offset)
         codes = code if codes is None else lax.bitwise_or(codes, code)
-        start += lanes * width
+        start += per_bit * width
     assert codes is not None
     return codes
 
 
 def cut_planes(packed: jax.Array) -> list[jax.Array]:
-    """Cut words of 8-bit codes into words of their bits, lowest first.
+    """Cut words with 8-bit codes into one word array for each bit, lowest first.
 
     Args:
         packed: `pack(codes, 8)`, `uint32[..., g / 4]`.
@@ -88,20 +88,18 @@ def cut_planes(packed: jax.Array) -> list[jax.Array]:
     Returns:
         8 arrays `uint32[..., g / 32]`: `pack(codes >> i & 1, 1)` for each bit i.
     """
-    fields = (
-        lax.bitwise_and(_shift_right(packed, i), ONE_BIT_OF_EACH) for i in range(8)
-    )
+    fields = (lax.bitwise_and(_shift_right(packed, i), LOWEST_BITS) for i in range(8))
     return [_fold(field, 8, 1) for field in fields]
 
 
 def join_planes(planes: Sequence[jax.Array]) -> jax.Array:
-    """Join what `cut_planes` returned: `pack(codes, 8)`, `uint32[..., g / 4]`."""
+    """Undo `cut_planes`: `pack(codes, 8)`, `uint32[..., g / 4]`."""
     *lead, size = planes[0].shape
     shift = np.arange(8, dtype=np.uint32).reshape(*(1 for _ in lead), 8, 1)
     joined = None
     for i, plane in enumerate(planes):
         plane = lax.expand_dims(plane, (len(lead),))
-        field = lax.bitwise_and(lax.shift_right_logical(plane, shift), ONE_BIT_OF_EACH)
+        field = lax.bitwise_and(lax.shift_right_logical(plane, shift), LOWEST_BITS)
         field = _shift_left(field, i)
         joined = field if joined is None else lax.bitwise_or(joined, field)
     assert joined is not None
@@ -109,13 +107,13 @@ def join_planes(planes: Sequence[jax.Array]) -> jax.Array:
 
 
 def fields(bits: int) -> list[tuple[int, int]]:
-    """List (offset in the code, width) of each field."""
+    """List (offset in the code, width) for each field."""
     sizes = widths(bits)
     return list(zip(itertools.accumulate((0, *sizes[:-1])), sizes, strict=True))
 
 
 def _fold(slots: jax.Array, slot: int, width: int) -> jax.Array:
-    """Join upper halves of a group to lower ones until slots are `width` bits apart."""
+    """Join each group's upper half to its lower until slots are `width` bits apart."""
     while slot > width:
         slot //= 2
         axis, half = slots.ndim - 1, slots.shape[-1] // 2
@@ -132,11 +130,17 @@ def _shift_right(x: jax.Array, by: int) -> jax.Array:
     return lax.shift_right_logical(x, np.uint32(by)) if by else x
 
 
+def _offsets(width: int) -> np.ndarray:
+    """Bit offsets in a word at which slots `width` bits wide start."""
+    return np.arange(0, WORD_BITS, width, dtype=np.uint32)
+
+
 def _repeats(bits: int) -> tuple[int, ...]:
     """Axes over which words repeat, one more for each field: 7 -> (8, 2, 2).
 
-    A word of width f serves 32 / f elements. Cutting a group into these axes and one of
-    contiguous elements lets the words of every field broadcast to its elements.
+    A word in a field f bits wide serves 32 / f elements. Cutting a group into these
+    axes, and one for contiguous elements, lets every field's words broadcast to its
+    elements.
     """
-    uses = [32 // width for width in widths(bits)]
+    uses = [WORD_BITS // width for width in widths(bits)]
     return tuple(b // a for a, b in itertools.pairwise((1, *uses)))

@@ -15,7 +15,9 @@ import pytest
 
 import jaxact
 from jaxact import (
+    Allocation,
     Cast,
+    Cost,
     Exact,
     Policy,
     Quantize,
@@ -24,8 +26,8 @@ from jaxact import (
     allocate,
     reallocate,
 )
-from jaxact._bits.allocate import LADDER, Allocation
-from jaxact._bits.cost import Cost, levels_variance
+from jaxact._bits.cost import levels_variance
+from jaxact._bits.greedy import LADDER
 
 CONSECUTIVE = tuple(range(1, 9))
 KINDS = ["uniform", "normal", "lognormal", "pareto"]

@@ -85,12 +85,12 @@ def test_forms():
     assert [row["ratio"] for row in data["rows"]] == [2, 2]
 
 
-@pytest.mark.parametrize("bytes_", [0, 999, 1000, 1001, 4096, 10**6 + 1, 3 * 10**9])
-def test_sizes_are_written_as_flax_does(bytes_):
-    typing = pytest.importorskip("flax.typing")
-    row = ModuleRow("Net", 1, 1234, bytes_, bytes_)
-    elements = f"{typing.SizeBytes(1234, bytes_)!r}"
-    assert row.cells(1)[2:4] == (elements, elements.split("(")[1].rstrip(")"))
+def test_sizes_are_in_the_units_of_the_residual_table():
+    x = jax.ShapeDtypeStruct((64, 256), jnp.float32)
+    residuals = jaxact.residuals(jnp.sin, x, policy=jaxact.Policy(bits=2))
+    _, row, _ = str(residuals.by_path()).splitlines()
+    assert "16,384 (64 KiB)" in row and " 4.25 KiB " in row
+    assert "64 KiB exact, 4.25 KiB stored" in residuals.summary()
 
 
 def test_an_empty_table():

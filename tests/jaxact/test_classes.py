@@ -300,3 +300,38 @@ ACTIONS = {
 @pytest.mark.parametrize("policy, bias", ACTIONS.values(), ids=ACTIONS)
 def test_labels_of_actions(policy, bias):
     assert biases(jnp.square, **policy) == bias
+
+
+# Weights that a plain function takes apart are referenced, not stored.
+
+
+def half(x):
+    return x.astype(jnp.bfloat16)
+
+
+SQUARE = (256, 256)
+MOVED = {
+    "slice": lambda w, x: x @ w[:, :128],
+    "dynamic slice": lambda w, x: x @ lax.dynamic_slice_in_dim(w, 3, 128, 1),
+    "transpose": lambda w, x: x @ w.T,
+    "cast": lambda w, x: half(x) @ half(w),
+    "reshape": lambda w, x: jnp.einsum("td,dhk->htk", x, w.reshape(256, 8, 32)),
+    "split": lambda w, x: x @ jnp.split(w, 2, 1)[0],
+    "fused qkv": lambda w, x: (
+        (x @ w[:, :64]) @ (x @ w[:, 64:128]).T @ (x @ w[:, 128:192])
+    ),
+}
+PLAIN = {
+    "chosen": Policy(bits=2),
+    "everything": Policy(bits=2, recompute=save.everything_saveable),
+}
+
+
+@pytest.mark.parametrize("policy", PLAIN.values(), ids=PLAIN)
+@pytest.mark.parametrize("f", MOVED.values(), ids=MOVED)
+def test_weights_of_a_plain_function_are_not_rounded(f, policy):
+    small = jaxact.compress(lambda w, x: jnp.tanh(f(w, x)), policy=policy)
+    found = jaxact.residuals(small, jnp.ones(SQUARE), jnp.ones((T, 256))).rows
+    rounded = {r.shape for r in found if r.bias.value != "exact"}
+    # All that is made from x has its rows.
+    assert rounded and not [shape for shape in rounded if T not in shape]

@@ -1,5 +1,6 @@
 """`compress` on plain functions: forms of use, arguments, errors."""
 
+import dataclasses
 import functools
 
 import jax
@@ -145,13 +146,14 @@ def test_forward_mode_is_refused_by_name(derivative):
 
 
 def test_other_type_errors_are_not_taken_for_forward_mode():
-    class Broken(jaxact.Exact):
-        def encode(self, x, seed, is_fused=False):
+    class Broken(jaxact.Codec):
+        bias, bits = jaxact.Bias.UNBIASED, 4
+
+        def encode(self, x, seed):
             raise TypeError("broken codec")
 
-        @property
-        def is_lossless(self):
-            return False
+        def decode(self, stored, shape, dtype):
+            return stored
 
     rule = jaxact.Rule(Broken(), where=lambda r: True)
     broken = jaxact.compress(lambda x: jnp.tanh(x) * x, policy=Policy(rules=(rule,)))
@@ -194,3 +196,72 @@ def test_nothing_is_kept_for_integers_keys_and_complex():
     assert relative_error(gradient(small), gradient(f)) < 0.05
     dtypes = {row.dtype: row.action for row in jaxact.residuals(small, *args).rows}
     assert dtypes[np.dtype("complex64")] == Exact()
+
+
+class Layer:
+    """A module of no library that jaxact knows: its arrays belong to the instance."""
+
+    def __init__(self, w):
+        self.w = w
+
+    @jaxact.compress(activations="x", policy=Policy(bits=2))
+    def __call__(self, x):
+        return jnp.tanh(x @ self.w)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PytreeLayer:
+    """A module as Equinox has them: a dataclass, and a pytree of its arrays."""
+
+    w: jax.Array
+
+    @jaxact.compress(activations="x", policy=Policy(bits=2))
+    def __call__(self, x):
+        return jnp.tanh(x @ self.w)
+
+
+@pytest.mark.parametrize("kind", [Layer, PytreeLayer, dict])
+@pytest.mark.parametrize("options", [{}, {"activations": "x"}], ids=["bare", "options"])
+def test_classes_of_no_module_library_are_refused(kind, options):
+    with pytest.raises(TypeError, match=f"{kind.__name__}.*decorate its `__call__`"):
+        jaxact.compress(kind, **options)
+    with pytest.raises(TypeError, match="no Flax module"):
+        jaxact.compress(**options)(kind)
+
+
+@pytest.mark.parametrize("kind", [Layer, PytreeLayer])
+def test_a_decorated_call_of_any_class(kind):
+    assert same_bits(kind(W)(X), jnp.tanh(X @ W))
+    table = jaxact.residuals(lambda w, x: kind(w)(x), W, X)
+    # The weight is referenced; x and the derivative of tanh are stored.
+    assert [row.action for row in table.rows] == [jaxact.Quantize(2)] * 2
+    assert table.referenced_bytes == W.nbytes
+
+
+def test_static_arguments_by_name():
+    def shaped(x, sizes):
+        assert isinstance(sizes, np.ndarray)
+        return jnp.sin(x).reshape(tuple(sizes))
+
+    sizes = np.array([64, 32])
+    for names in ("sizes", ("sizes",), 1, -1):
+        small = jaxact.compress(shaped, static_argnums=names)
+        assert small(X, sizes).shape == (64, 32)
+    assert jaxact.compress(shaped, static_argnums="sizes")(X, sizes=sizes).ndim == 2
+    with pytest.raises(ValueError, match=r"'act' is no argument.*\['x', 'sizes'\]"):
+        jaxact.compress(shaped, static_argnums="act")(X, sizes)
+
+
+@pytest.mark.parametrize("target", [None, {"w": jnp.ones(3)}, 3, [layer]], ids=repr)
+def test_targets_that_are_nothing_to_call(target):
+    with pytest.raises(TypeError, match="a function is required") as caught:
+        jaxact.compress(target)
+    assert type(target).__name__ in str(caught.value)
+    assert "Array" not in str(caught.value)  # values may be huge
+
+
+def test_an_allocation_is_no_policy():
+    allocation = jaxact.Allocation((), jaxact.Sensitivity((), 0.0))
+    with pytest.raises(TypeError, match=r"policy=allocation\.policy\(\)"):
+        jaxact.compress(layer, policy=allocation)

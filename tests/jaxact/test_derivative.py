@@ -17,7 +17,7 @@ from jaxact._form.derivative import (
     Cluster,
     differentiate,
     eliminate,
-    plan_elimination,
+    elimination_order,
 )
 from jaxact._jaxpr.compat import open_jaxpr
 from jaxact._jaxpr.read import call_body, variables_in
@@ -273,7 +273,7 @@ def test_planned_elimination_preserves_the_derivative(program, outputs, exact):
     outs = list(dict.fromkeys(variables_in(jaxpr.outvars)))
     known = {jaxpr.invars[i] for i in exact}
     cluster = Cluster(tuple(jaxpr.eqns), tuple(jaxpr.invars), tuple(outs))
-    order, before, after = plan_elimination(cluster, lambda v: v in known)
+    order, before, after = elimination_order(cluster, lambda v: v in known)
     assert len(set(order)) == len(order) and not set(order) & set(outs)
     assert after <= before
     tangents = jnp.array([1.0, 2.0, -1.0]), jnp.array([0.0, 1.0, 3.0])

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from jax.experimental import topologies
 
-from jaxact import _memory, memory
+from jaxact import Memory, memory
+from jaxact._memory import compiling
+from jaxact._memory.memory import measure
 from jaxact._memory.targets import TARGETS
 from support.gpu_target import needs_target
 
@@ -74,7 +76,7 @@ def test_arrays_shapes_numbers_and_pytrees_are_the_same_argument():
 
 
 def test_it_prints_in_mebibytes():
-    text = str(_memory.Memory(3 * 2**20, 2**20, 2**20, 0, "somewhere"))
+    text = str(Memory(3 * 2**20, 2**20, 2**20, 0, "somewhere"))
     assert text == (
         "temp 3.0, argument 1.0, output 1.0, alias 0.0, peak 5.0 MiB on somewhere"
     )
@@ -118,6 +120,38 @@ def test_unknown_target_lists_the_known_ones():
         memory(chain, shape(8, 8), target="h300")
 
 
+@needs_target
+def test_targets_in_any_letter_case():
+    found = memory(chain, shape(8, 8), target=" H100 ")
+    assert found == memory(chain, shape(8, 8), target="h100")
+
+
+NO_STATISTICS = types.SimpleNamespace(
+    temp_size_in_bytes=0,
+    argument_size_in_bytes=0,
+    output_size_in_bytes=0,
+    alias_size_in_bytes=0,
+)
+
+
+@pytest.mark.parametrize("statistics", [None, NO_STATISTICS], ids=["none", "zeros"])
+def test_a_backend_without_statistics_is_named(statistics):
+    compiled = jax.jit(chain).lower(shape(8, 8)).compile()
+    assert measure(compiled).output_bytes == 8 * 8 * 4
+    silent = types.SimpleNamespace(
+        memory_analysis=lambda: statistics,
+        input_shardings=compiled.input_shardings,
+        output_shardings=compiled.output_shardings,
+        out_info=compiled.out_info,
+    )
+    with pytest.raises(ValueError, match="backend of cpu reports no memory.*target="):
+        measure(silent)
+
+
+def test_a_step_that_returns_nothing_takes_nothing():
+    assert memory(lambda x: None, shape(8, 8)).output_bytes == 0
+
+
 def test_missing_compiler_names_the_command(monkeypatch):
     def nothing_registered(**_):
         raise NotImplementedError("topology not implemented for cuda")
@@ -126,7 +160,7 @@ def test_missing_compiler_names_the_command(monkeypatch):
     no_plugins = types.ModuleType("jax_plugins")
     monkeypatch.setitem(sys.modules, "jax_plugins", no_plugins)
     monkeypatch.delitem(sys.modules, "jax_plugins.xla_cuda13", raising=False)
-    _memory._device.cache_clear()
+    compiling.device_of.cache_clear()
     with pytest.raises(ImportError) as caught:
         memory(chain, shape(8, 8), target="h100")
     text = str(caught.value)
@@ -138,13 +172,13 @@ def test_missing_compiler_names_the_command(monkeypatch):
 @pytest.mark.parametrize("found", ["libdevice not found", "no suitable ptxas"])
 def test_missing_assembler_names_the_command(found):
     with pytest.raises(ImportError, match="nvidia-cuda-nvcc"):
-        with _memory._complete_toolchain("h100"):
+        with compiling.complete_toolchain("h100"):
             raise jax.errors.JaxRuntimeError(f"INTERNAL: {found}")
 
 
 def test_other_compiler_errors_pass():
     with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
-        with _memory._complete_toolchain("h100"):
+        with compiling.complete_toolchain("h100"):
             raise jax.errors.JaxRuntimeError("INTERNAL: something else")
 
 
@@ -154,10 +188,10 @@ def test_an_argument_on_several_devices_is_refused_for_a_target():
 
     spread = np.ones((8, 8)).view(Spread)
     with pytest.raises(ValueError, match="sharded over 2 devices"):
-        _memory._on(jax.devices()[0])(spread)
+        compiling.abstract_on(jax.devices()[0])(spread)
 
 
 def test_only_arrays_are_replaced():
-    place = _memory._on(jax.devices()[0])
+    abstract = compiling.abstract_on(jax.devices()[0])
     for value in (3, 2.5, "name", len, np.float32):
-        assert place(value) is value
+        assert abstract(value) is value

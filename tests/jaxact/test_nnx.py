@@ -260,3 +260,11 @@ def test_training_with_an_optimizer():
 def test_wrong_requests_say_what_to_write(request_, error, match):
     with pytest.raises(error, match=match):
         request_()
+
+
+def test_instances_of_one_class_stay_so():
+    first, second = (
+        jaxact.compress(Block(nnx.Rngs(i)), policy=Policy(2)) for i in (0, 1)
+    )
+    assert type(first) is type(second) is not Block
+    assert type(first) is not type(jaxact.compress(Block(nnx.Rngs(0))))

@@ -8,9 +8,18 @@ import jax.numpy as jnp
 import pytest
 
 import jaxact
-from jaxact import Cast, Exact, Offload, Policy, Quantize, Rule, Sensitivity
-from jaxact._bits.cost import Cost
-from jaxact._codec import DualPrecision, PerSample
+from jaxact import (
+    Cast,
+    Cost,
+    DualPrecision,
+    Exact,
+    Offload,
+    PerSample,
+    Policy,
+    Quantize,
+    Rule,
+    Sensitivity,
+)
 from jaxact.policies import acgc, actnn, division, gact
 
 PRESETS = {

@@ -107,13 +107,33 @@ def test_policies_are_values():
         (lambda: Quantize(0), ValueError, "1 to 8"),
         (lambda: Quantize(True), ValueError, "1 to 8"),
         (lambda: Quantize(4, group_size=100), ValueError, "multiple of 32"),
+        (lambda: Quantize(2.0), ValueError, r"Quantize\(bits=2.0\).*PerSample"),
+        (lambda: Quantize(4, stochastic="no"), TypeError, "True .unbiased. or False"),
         (lambda: Policy(bits=16), ValueError, "Cast"),
+        (lambda: Policy(bits=2.0), ValueError, r"Policy\(bits=2.0\).*PerSample"),
+        (lambda: Policy(bits=True), ValueError, "integer from 1 to 8"),
+        (lambda: Policy(bits=np.bool_(True)), ValueError, "integer from 1 to 8"),
+        (lambda: Policy(bits="2"), ValueError, "integer from 1 to 8"),
+        (lambda: Policy(bits=jnp.float32(2)), ValueError, "integer from 1 to 8"),
+        (lambda: Policy(rules=Rule(Exact())), TypeError, r"rules=\(Rule\(...\),\)"),
+        (lambda: Policy(rules=None), TypeError, r"rules=\(Rule\(...\),\)"),
         (lambda: Policy(rules=(Quantize(2),)), TypeError, "Rule"),
         (lambda: Policy(default=4), TypeError, "Quantize"),
         (lambda: Policy(recompute="dots"), TypeError, "checkpoint_policies"),
         (lambda: Rule(4), TypeError, "Exact()"),
         (lambda: Rule(Exact(), where=3), TypeError, "Residual"),
+        (lambda: Rule(Exact(), min_bytes="1MB"), ValueError, r"min_bytes=2\*\*20"),
+        (lambda: Rule(Exact(), min_bytes=1e6), ValueError, "an integer"),
+        (lambda: Rule(Exact(), min_bytes=-1), ValueError, "at least 0"),
+        (lambda: Rule(Exact(), path=3), TypeError, "path=3.*a str is required"),
+        (lambda: Rule(Exact(), name=3), TypeError, "name=3.*'mlp_"),
+        (lambda: Rule(Exact(), key=3), TypeError, "key=3.*a str is required"),
+        (lambda: Rule(Exact(), primitive=jnp.sin), TypeError, "'dot_general'"),
+        (lambda: Rule(Exact(), dtype="bf16"), TypeError, "dtype='bf16'.*jnp.bfloat16"),
+        (lambda: Rule(Exact(), dtype=3), TypeError, "dtype=3.*jnp.bfloat16"),
         (lambda: Cast(jnp.int8), ValueError, "float"),
+        (lambda: Cast("bf16"), TypeError, r"Cast\('bf16'\).*jnp.bfloat16"),
+        (lambda: Cast(None), TypeError, "a dtype is required"),
         (lambda: Offload(Recompute()), ValueError, "stores something"),
         (lambda: jaxact.compress(3), TypeError, "required"),
         (lambda: jaxact.compress(jnp.sin, policy=4), TypeError, "Policy"),
@@ -122,6 +142,14 @@ def test_policies_are_values():
 def test_bad_requests(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+def test_integers_of_any_type_become_ints():
+    policies = Policy(bits=np.int64(2)), Policy(bits=jnp.int32(2))
+    for policy in policies:
+        assert policy == Policy(bits=2) and type(policy.bits) is int
+    assert "min_bytes=8," in repr(Rule(Exact(), min_bytes=np.uint8(8)))
+    assert repr(Quantize(np.int8(3), np.int64(64))) == repr(Quantize(3, 64))
 
 
 def mlp(p, x):

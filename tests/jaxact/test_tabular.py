@@ -6,18 +6,19 @@ import jax.numpy as jnp
 import pytest
 
 import jaxact
-from jaxact._tabular import Tabular
+from jaxact._tabular import Column, Tabular, bytes_text
 
 X = jnp.ones((64, 256))
 
 
 class Sizes(Tabular):
-    def _cells(self):
-        return [
-            ("path", "name", "stored"),
-            ("Net/<b>", "", "1,024"),
-            ("[red]Net/a", "", "8"),
+    def _table(self):
+        columns = [
+            Column("path", lambda row: row[0]),
+            Column("name", lambda row: ""),
+            Column("stored", lambda row: f"{row[1]:,}", is_number=True),
         ]
+        return columns, [("Net/<b>", 1024), ("[red]Net/a", 8)]
 
     def summary(self):
         return "2 rows & more\nnothing matched"
@@ -64,7 +65,7 @@ def tables():
     measured = jaxact.sensitivity(lambda x: layer(x).sum(), X)
     return [
         (residuals, "1 residuals: 64 KiB exact, 4.25 KiB stored (15.1x smaller)"),
-        (residuals.by_path(), "stored as 4.4 KB, 15.1x smaller"),
+        (residuals.by_path(), "stored as 4.25 KiB, 15.1x smaller"),
         (cost, "not measured: b"),
         (measured, "1 rows"),
         (jaxact.allocate(measured, bits=3), "3 bits on average"),
@@ -94,3 +95,12 @@ def test_memory_says_its_units():
     line = "temp 1.0, argument 2.0, output 0.0, alias 0.0, peak 3.0 MiB on cpu"
     assert str(memory) == line
     assert "<td>1.0 MiB</td>" in memory._repr_html_()
+
+
+@pytest.mark.parametrize("number, text", [
+    (0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (4352, "4.25 KiB"),
+    (65536, "64 KiB"), (3 * 2**20, "3 MiB"), (2**30 - 2**20, "1023 MiB"),
+    (5 * 2**29, "2.5 GiB"), (2**42, "4096 GiB"),
+])  # fmt: skip
+def test_bytes_are_in_binary_units(number, text):
+    assert bytes_text(number) == text

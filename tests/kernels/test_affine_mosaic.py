@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxact import _memory
+from jaxact._memory.compiling import abstract_on, described, device_of
 from jaxact_kernels.affine import Stored, mosaic_gpu, reference
 from jaxact_kernels.device import Device
 from jaxact_kernels.layout import layout_of
@@ -214,9 +214,8 @@ def test_h100_spills_nothing_and_rounds_as_written(bits, dtype, tmp_path, monkey
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTX", "1")
     options = {"bits": bits, "group_size": 256}
-    place = _memory._on(_memory._device("h100"))
     x, seed, stored = jax.tree.map(
-        place,
+        abstract_on(device_of("h100")),
         (
             jax.ShapeDtypeStruct((512, 1024), dtype),
             jax.ShapeDtypeStruct((), np.uint32),
@@ -228,7 +227,7 @@ def test_h100_spills_nothing_and_rounds_as_written(bits, dtype, tmp_path, monkey
     )
     encode = kernel(**options)
     decode = functools.partial(mosaic_gpu.decode, shape=x.shape, dtype=dtype, **options)
-    with _memory._described("h100"):
+    with described("h100"):
         for f, args in (encode, (x, seed)), (jax.jit(decode), (stored,)):
             f.trace(*args).lower(lowering_platforms=("cuda",)).compile()
     # A sum may take in a product by a constant, which is exact, and no other.

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from assembler import assemble
+from benchmarks.assembler import assemble
 from jaxact_kernels.affine import Stored, triton
 from jaxact_kernels.layout import layout_of
 from support.gpu_target import needs_target

@@ -9,6 +9,8 @@ from jaxact_kernels import index, mask
 from support import oracle
 from support.subjects import Index, jitted, sample
 
+pytestmark = pytest.mark.unoptimized  # integers alone
+
 SHAPES = [(), (1,), (64,), (3, 300), (2, 5, 31), (2, 3, 512), (8, 3, 7, 96), (4, 1009)]
 DTYPES = ["int8", "int16", "int32", "uint8", "uint16", "uint32"]
 

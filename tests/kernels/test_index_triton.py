@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from assembler import assemble
+from benchmarks.assembler import assemble
+from jaxact_kernels.checks import INTEGERS
 from jaxact_kernels.config import Config
 from jaxact_kernels.index import reference, triton
 from jaxact_kernels.index.reference import index_layout
@@ -23,16 +24,22 @@ RUN = {"config": SMALL, "interpret": True}
 # is no power of two; fewer elements than a group.
 SHAPES = [(8, 256), (3, 5, 512), (5, 300), (40, 31), (6, 224), (2, 1009), (1,), ()]
 ONE = (5, 300)  # the shape for every version of JAX
+COMPARED = ["float32", "bfloat16", "float16", "int8", "uint32"]
 some = lambda case, is_one: pytest.param(*case, marks=() if is_one else newest)
-every_shape = pytest.mark.parametrize(
-    "shape", [some([shape], shape == ONE) for shape in SHAPES], ids=str
-)
+SOME_SHAPES = [(8, 256), ONE, (2, 1009), ()]
+slow = lambda *case: pytest.param(*case, marks=[newest, pytest.mark.slow])
+# Every width and every shape once; the slow tests have more of their product.
+ONE_EACH = [
+    *((1, (1,)), (2, ()), (3, ONE), (4, (40, 31))),
+    *((5, (6, 224)), (6, (8, 256)), (7, (3, 5, 512)), (8, (2, 1009))),
+]
 
 
 @pytest.mark.parametrize(
     ("bits", "shape"),
-    [some([3, shape], shape == ONE) for shape in SHAPES]
-    + [some([bits, ONE], bits == 8) for bits in range(1, 9) if bits != 3],
+    [some([bits, shape], bits in (3, 8)) for bits, shape in ONE_EACH]
+    + [slow(3, shape) for shape in SHAPES if shape != ONE]
+    + [slow(bits, ONE) for bits in range(1, 9) if bits != 3],
     ids=str,
 )
 def test_every_width_equals_the_reference(bits, shape):
@@ -47,23 +54,28 @@ def test_every_width_equals_the_reference(bits, shape):
 
 
 @newest
-@pytest.mark.parametrize("dtype", triton.DTYPES)
+@pytest.mark.parametrize("dtype", INTEGERS)
 def test_any_integer_equals_the_reference(dtype):
     info = np.iinfo(dtype)
     x = np.random.default_rng(1).integers(info.min, info.max, (5, 300), endpoint=True)
     x = jnp.asarray(x, dtype)
-    for bits in (2, 8):
-        words = jit(functools.partial(reference.encode, bits=bits))(x)
-        encode = functools.partial(triton.encode, bits=bits, **RUN)
-        np.testing.assert_array_equal(jit(encode)(x), words)
-        options = {"shape": x.shape, "dtype": x.dtype, "bits": bits}
-        back = jit(functools.partial(triton.decode, **options, **RUN))(words)
-        assert back.dtype == x.dtype
-        wanted = jit(functools.partial(reference.decode, **options))(words)
-        np.testing.assert_array_equal(back, wanted)
+    bits = 8 if info.min else 2  # eight bits wrap in int8
+    words = jit(functools.partial(reference.encode, bits=bits))(x)
+    encode = functools.partial(triton.encode, bits=bits, **RUN)
+    np.testing.assert_array_equal(jit(encode)(x), words)
+    options = {"shape": x.shape, "dtype": x.dtype, "bits": bits}
+    back = jit(functools.partial(triton.decode, **options, **RUN))(words)
+    assert back.dtype == x.dtype
+    wanted = jit(functools.partial(reference.decode, **options))(words)
+    np.testing.assert_array_equal(back, wanted)
 
 
-@every_shape
+@pytest.mark.parametrize(
+    "shape",
+    [some([shape], shape == ONE) for shape in SOME_SHAPES]
+    + [slow(shape) for shape in SHAPES if shape not in SOME_SHAPES],
+    ids=str,
+)
 def test_a_mask_equals_the_reference(shape):
     x = sample(Mask(), shape)
     wanted = mask_reference.encode(x)
@@ -74,8 +86,13 @@ def test_a_mask_equals_the_reference(shape):
     np.testing.assert_array_equal(back, x)
 
 
-@pytest.mark.parametrize("shape", [some([(8, 256)], False), ONE], ids=str)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8", "uint32"])
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [(dtype, ONE) for dtype in COMPARED]
+    + [some(["float32", (8, 256)], False)]
+    + [slow(dtype, (8, 256)) for dtype in COMPARED[1:]],
+    ids=str,
+)
 def test_a_comparison_equals_the_reference(dtype, shape):
     x = np.random.default_rng(3).standard_normal(shape, np.float32) * 9
     special = [] if "int" in dtype else [0, -0.0, np.inf, -np.inf, np.nan]
@@ -93,7 +110,7 @@ def test_vmap_equals_a_loop():
     x, above = sample(Index(8), (3, 4, 64)), jnp.arange(3, dtype=jnp.int32) * 50
     encode = functools.partial(mask.encode, **RUN)
     together = jit(jax.vmap(encode))(x, above)
-    alone = [encode(*lane) for lane in zip(x, above, strict=True)]
+    alone = [mask_reference.encode(*each) for each in zip(x, above, strict=True)]
     np.testing.assert_array_equal(together, jnp.stack(alone))
 
 
@@ -101,7 +118,8 @@ def test_block_sizes_change_no_bit():
     x = sample(Index(3), (7, 512))
     wanted = reference.encode(x, bits=3)
     for config in (None, Config(1, 1), Config(16, 4)):
-        got = triton.encode(x, bits=3, config=config, interpret=True)
+        options = {"bits": 3, "config": config, "interpret": True}
+        got = jit(functools.partial(triton.encode, **options))(x)
         np.testing.assert_array_equal(got, wanted)
 
 
@@ -133,7 +151,7 @@ def test_the_heuristic_fills_registers_and_no_more():
             layout = index_layout((64, length))
             config = triton.heuristic(layout, bits, item_bytes)
             tiles = triton.Tiles(layout, bits, config.groups)
-            elements = config.groups * tiles.count * tiles.lanes
+            elements = config.groups * tiles.count * tiles.padded_width
             per_thread = elements * item_bytes / (32 * config.num_warps)
             assert 64 <= per_thread <= 128 or config == Config(1, 16)
 

@@ -9,6 +9,8 @@ from jaxact_kernels import mask
 from support import oracle
 from support.subjects import Mask, jitted, sample
 
+pytestmark = pytest.mark.unoptimized  # comparisons and integers alone
+
 SHAPES = [(), (1,), (64,), (3, 300), (2, 5, 31), (2, 3, 512), (8, 3, 7, 96), (4, 1009)]
 
 
@@ -92,6 +94,7 @@ def test_a_threshold_rounds_as_in_a_comparison():
     assert mask.encode(x, above=above).tolist() == [2]
 
 
+@pytest.mark.unoptimized(False)
 def test_comparing_makes_no_array_of_booleans():
     shape = 64, 4096
     x, above = (jax.ShapeDtypeStruct(s, jnp.float32) for s in (shape, ()))

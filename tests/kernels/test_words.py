@@ -10,6 +10,8 @@ import pytest
 from jaxact_kernels import words
 from support import oracle
 
+pytestmark = pytest.mark.unoptimized  # integers alone
+
 every_width = pytest.mark.parametrize("bits", range(1, 9))
 
 

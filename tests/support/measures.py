@@ -1,6 +1,6 @@
 """How the source reads, in numbers: sizes, types, words, and the way of a residual.
 
-  python tests/support/measures.py [FOLDER ...]     # default: jaxact kernels/jaxact_kernels
+  python tests/support/measures.py [FOLDER ...]
 
 The walk needs JAX; the rest is read from the text of the files.
 """
@@ -124,7 +124,9 @@ def walk(*, backward: bool) -> list[str]:
         while frame is not None:
             files.append(frame.f_code.co_filename)
             frame = frame.f_back
-        seen.append([f for f in files[::-1] if {"jaxact", "jaxact_kernels"} & {*Path(f).parts}])
+        files = [words.__file__, *files]
+        ours = {"jaxact", "jaxact_kernels"}
+        seen.append([f for f in files[::-1] if ours & {*Path(f).parts}])
         return inner(*args, **kwargs)
 
     layer = jaxact.compress(lambda w, x: jnp.tanh(x @ w), activations="x")

@@ -1,22 +1,23 @@
-"""The arithmetic of one group: from its extremes to its metadata, and back to values.
+"""Arithmetic for one group: from its extremes to its metadata, and back to values.
 
-Every implementation of the affine format calls these functions on an array with one
-element a group, so that they cannot disagree on it. They call `lax`, in 32 bits and
-elementwise, because that is what all of them can compile.
+Every implementation calls these functions on an array with one element a group, so
+that they cannot disagree. They call `lax`, in 32 bits and elementwise, because all
+implementations can compile that.
 
 No result depends on whether a compiler contracts a product and a sum: each product that
 is added to something is exact.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
-CONSTANT = np.uint32(0x8000)  # sign of a scale: the group holds one value
-NAN = np.uint32(0x7FC0)  # zero point of a group with a NaN; its scale is 0
+Line = tuple[jax.Array, jax.Array, jax.Array]  # coefficients for each group
+
+CONSTANT = np.uint32(0x8000)  # a scale's sign: the group holds one value
+NAN = np.uint32(0x7FC0)  # zero point where a group has a NaN; its scale is 0
 SMALLEST_SCALE = np.float32(2.0**-108)  # 2**17 / it is finite: 2**125
 HIGH_HALF = np.uint32(0xFFFF0000)
 ONE = np.uint32(1)
@@ -28,13 +29,15 @@ MAGIC = np.float32(2.0**23)
 MAGIC_BITS = np.uint32(0x4B000000)
 
 
-def largest(dtype) -> np.float32:
+def largest(dtype: DTypeLike) -> np.float32:
     """The largest bfloat16 that `dtype` can hold."""
     return (_max(dtype).view(np.uint32) & HIGH_HALF).view(np.float32)
 
 
-def metadata(lo: jax.Array, hi: jax.Array, bits: int | jax.Array, dtype) -> jax.Array:
-    """Zero point and scale, in one `uint32`, of groups that span `lo` to `hi`.
+def metadata(
+    lo: jax.Array, hi: jax.Array, bits: int | jax.Array, dtype: DTypeLike
+) -> jax.Array:
+    """Zero point and scale, in one `uint32`, for groups that span `lo` to `hi`.
 
     Both are finite, or `lo` is NaN for a group with a NaN. `bits` is an array like them
     where groups differ in it.
@@ -47,13 +50,11 @@ def metadata(lo: jax.Array, hi: jax.Array, bits: int | jax.Array, dtype) -> jax.
     return put(NAN << np.uint32(16), lax.ne(lo, lo), stored)
 
 
-def encoding_line(
-    lo: jax.Array, metadata: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """For each group: z/2, 2**17/s, and the last bit of a constant times 65536.
+def encoding_line(lo: jax.Array, metadata: jax.Array) -> Line:
+    """For each group: z/2, 2**17/s, and a constant's last bit times 65536.
 
-    A constant group's slope is 0 and so is that of a group with a NaN: the last bit is
-    then what is left of the one formula for elements.
+    The slope is 0 where a group is constant or has a NaN: from the one formula for
+    elements only the last bit then remains.
     """
     zero_point, scale = _halves(metadata)
     # A constant's scale has a sign, a NaN's is 0.
@@ -65,7 +66,7 @@ def encoding_line(
     return lax.mul(float_of(zero_point), HALF), slope, base
 
 
-def decoding_line(metadata: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def decoding_line(metadata: jax.Array) -> Line:
     """For each group: z/u, s/u and u, with which x' = (z/u + s/u * code) * u.
 
     The unit u is 2, and 2**-64 for a small constant, whose last bit may be subnormal.
@@ -86,30 +87,30 @@ def decoding_line(metadata: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]
 
 
 def _slope(scale: jax.Array) -> jax.Array:
-    """2**17 / s, correctly rounded, for the pattern of a positive bfloat16 s.
+    """2**17 / s, correctly rounded, for the bits of a positive bfloat16 s.
 
-    In integers, as the division of some compilers is only within two units. With
-    s = m * 2**(e - 134) and 128 <= m < 256, 2**31 / m rounded to an integer has the 24
-    bits of the result; there is no tie, as 2**31 / m is an integer or has an odd m.
+    In integers, as some compilers divide only within two units. With
+    s = m * 2**(e - 134) and 128 <= m < 256, 2**31 / m rounded to an integer has the
+    result's 24 bits; there is no tie, as 2**31 / m is an integer or has an odd m.
     """
     exponent = lax.shift_right_logical(scale, np.uint32(23))
     low = lax.bitwise_and(lax.shift_right_logical(scale, np.uint32(16)), np.uint32(127))
     m = lax.bitwise_or(low, np.uint32(128))
     half = lax.shift_right_logical(m, ONE)
     quotient = lax.div(lax.add(half, np.uint32(2**31)), m)
-    # The leading bit of the quotient, 2**23, adds one to the exponent.
+    # The quotient's leading bit, 2**23, adds one to the exponent.
     shifted = lax.shift_left(lax.sub(np.uint32(269), exponent), np.uint32(23))
     return float_of(lax.add(shifted, quotient))
 
 
 def _flush(x: jax.Array) -> jax.Array:
-    # -0 and subnormals become +0: which of two zeros a minimum returns is open, and
+    # -0 and subnormals become +0: a minimum may return either zero, and
     # XLA:CPU compares subnormals as zeros where other devices do not.
     return put(np.float32(0), lax.lt(lax.abs(x), np.finfo(np.float32).tiny), x)
 
 
 def _constant_metadata(value: jax.Array) -> jax.Array:
-    """The high 16 bits of `value`, the constant's sign, the next 15 bits."""
+    """The value's high 16 bits, the constant's sign, the next 15 bits."""
     bits = pattern(value)
     next15 = lax.bitwise_and(lax.shift_right_logical(bits, ONE), np.uint32(0x7FFF))
     high = lax.bitwise_or(lax.bitwise_and(bits, HIGH_HALF), CONSTANT)
@@ -117,7 +118,7 @@ def _constant_metadata(value: jax.Array) -> jax.Array:
 
 
 def _halves(metadata: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Patterns of zero point and scale as float32, 32 bits each."""
+    """Zero point and scale as float32 bits."""
     return (
         lax.bitwise_and(metadata, HIGH_HALF),
         lax.shift_left(metadata, np.uint32(16)),
@@ -125,7 +126,7 @@ def _halves(metadata: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _covering_scale(
-    z: jax.Array, hi: jax.Array, bits: int | jax.Array, dtype
+    z: jax.Array, hi: jax.Array, bits: int | jax.Array, dtype: DTypeLike
 ) -> jax.Array:
     """Least bfloat16 scale that reaches `hi`; one less if it overflows `dtype`."""
     half_steps, inverse = _half_steps(bits)
@@ -140,25 +141,29 @@ def _covering_scale(
     return lax.sub(scale, lax.convert_element_type(overflows, np.uint32))
 
 
-def _half_steps(bits: int | jax.Array) -> tuple[Any, Any]:
+def _half_steps(
+    bits: int | jax.Array,
+) -> tuple[jax.typing.ArrayLike, jax.typing.ArrayLike]:
     """(2**bits - 1) / 2 and its inverse, correctly rounded."""
     if isinstance(bits, int):
         steps = 2**bits - 1
         return np.float32(steps / 2), np.float32(2 / steps)
     # Looked up, as not every compiler divides as precisely.
-    which = lax.sub(lax.convert_element_type(bits, np.int32), np.int32(1))
+    case_number = lax.sub(lax.convert_element_type(bits, np.int32), np.int32(1))
     cases = zip(*(_half_steps(width) for width in range(1, 9)), strict=True)
     full = lambda value: lax.full_like(bits, value, np.float32)
-    half_steps, inverse = (lax.select_n(which, *map(full, case)) for case in cases)
+    half_steps, inverse = (
+        lax.select_n(case_number, *map(full, case)) for case in cases
+    )
     return half_steps, inverse
 
 
-def _max(dtype) -> np.float32:
+def _max(dtype: DTypeLike) -> np.float32:
     return np.float32(min(float(jnp.finfo(dtype).max), F32_MAX))
 
 
 def _bf16_below(x: jax.Array) -> jax.Array:
-    """Bits of the greatest bfloat16 <= x: truncation, away from zero if negative.
+    """Bits for the greatest bfloat16 <= x: truncation, away from zero if negative.
 
     They are the high half; the low one is 0. `x` is not -0.
     """
@@ -168,14 +173,14 @@ def _bf16_below(x: jax.Array) -> jax.Array:
     return lax.bitwise_and(away, HIGH_HALF)
 
 
-def put(value, where: jax.Array, x: jax.Array) -> jax.Array:
-    """`x` with `value` in some places."""
-    # `full_like`, as an array of `lax.full` would not be sharded like x.
+def put(value: jax.typing.ArrayLike, where: jax.Array, x: jax.Array) -> jax.Array:
+    """`x`, with `value` where `where` holds."""
+    # `full_like`, as an array from `lax.full` would not be sharded like x.
     return lax.select(where, lax.full_like(x, value), x)
 
 
 def pattern(x: jax.Array) -> jax.Array:
-    """The bits of a float32."""
+    """A float32's bits."""
     return lax.bitcast_convert_type(x, np.uint32)
 
 

@@ -1,26 +1,30 @@
 """The affine format by Pallas through Mosaic GPU: NVIDIA GPUs from Hopper on.
 
 A warpgroup reads a block of groups once and keeps it in registers, as tiles (see
-`tiles`); a group lies in neighbouring lanes of one warp. Almost all blocks are finite;
+`tiles`); neighbouring threads in one warp hold a group. Almost all blocks are finite;
 only the others branch to find their finite extremes.
 """
 
 import functools
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
-from jaxact_kernels import compat, noise, words
+from jaxact_kernels import mosaic_compat, noise, words
 from jaxact_kernels.affine import group
 from jaxact_kernels.affine.group import MAGIC, MAGIC_BITS
+from jaxact_kernels.affine.mosaic_block import (
+    THREADS,
+    Block,
+    most_threads_per_group,
+    threads_per_group,
+)
 from jaxact_kernels.affine.reference import NEAREST, Stored
 from jaxact_kernels.config import Config, heuristic
 from jaxact_kernels.device import Device
@@ -28,18 +32,16 @@ from jaxact_kernels.layout import Layout, layout_of
 from jaxact_kernels.numbering import Numbering
 from jaxact_kernels.tiles import Tiles
 
-WARPS = 4  # of a warpgroup, which Mosaic GPU programs as one
-LANES = 32  # of a warp
-THREADS = WARPS * LANES
-WIDEST = 16  # bytes of the widest load
 MOST_PER_THREAD = 64  # elements that a thread can keep in registers
-FRACTION = np.uint32(0xFFFF)  # the bits of a fixed-point code below 1
+FRACTION = np.uint32(0xFFFF)  # a fixed-point code's bits below 1
+
+Tile = jax.Array  # elements, one tile from every group in a block
 
 
 def encode(
     x: jax.Array,
     seed: jax.Array,
-    origin: jax.Array | None = None,
+    first: jax.Array | None = None,
     *,
     bits: int,
     group_size: int,
@@ -48,10 +50,13 @@ def encode(
     config: Config | None = None,
     interpret: bool = False,
 ) -> Stored:
-    """See `jaxact_kernels.affine.encode`; and `numbering` for a shard's groups."""
+    """See `jaxact_kernels.affine.encode`.
+
+    A shard has a `numbering` for its groups, and its first group's number.
+    """
     layout = layout_of(x.shape, group_size)
-    tiles = _tiles(layout, bits, x.dtype, config)
-    scalars = [lax.reshape(s, (1,)) for s in (seed, origin) if s is not None]
+    tiles = tiles_for(layout, bits, x.dtype, config)
+    scalars = [lax.reshape(s, (1,)) for s in (seed, first) if s is not None]
     num_words = words.num_words(layout.group, bits)
     kernel = functools.partial(
         _encode,
@@ -78,7 +83,7 @@ def decode(
     stored: Stored,
     *operands: jax.Array,
     shape: tuple[int, ...],
-    dtype,
+    dtype: DTypeLike,
     bits: int,
     group_size: int,
     then: Callable[..., jax.Array] | None = None,
@@ -87,7 +92,7 @@ def decode(
 ) -> jax.Array:
     """See `jaxact_kernels.affine.decode`."""
     layout = layout_of(shape, group_size)
-    tiles = _tiles(layout, bits, dtype, config)
+    tiles = tiles_for(layout, bits, dtype, config)
     num_words = words.num_words(layout.group, bits)
     elements = layout.total_groups, layout.group
     out = jax.ShapeDtypeStruct(shape, dtype)
@@ -108,7 +113,7 @@ def decode(
 
 
 def declines(
-    layout: Layout, dtype, bits: int, device: Device | None = None
+    layout: Layout, dtype: DTypeLike, bits: int, device: Device | None = None
 ) -> str | None:
     """Why these kernels cannot serve an array on a device; None where they can."""
     capability = None if device is None else device.capability
@@ -122,63 +127,76 @@ def declines(
             f"a row of {layout.length} elements needs padding, which the Mosaic GPU "
             "kernels do not mask"
         )
-    lanes = _most_lanes(Tiles(layout, bits, 1))
-    if layout.group > MOST_PER_THREAD * lanes:
+    threads = most_threads_per_group(Tiles(layout, bits, 1))
+    if layout.group > MOST_PER_THREAD * threads:
         return (
             f"codes of {bits} bits in groups of {layout.group} leave each thread "
-            f"{layout.group // lanes} elements, more than {MOST_PER_THREAD}"
+            f"{layout.group // threads} elements, more than {MOST_PER_THREAD}"
         )
-    if layout.total_groups < THREADS // lanes:
+    if layout.total_groups < THREADS // threads:
         return (
             f"the array has {layout.total_groups} groups, fewer than a block's "
-            f"{THREADS // lanes}"
+            f"{THREADS // threads}"
         )
     return None
 
 
-def _call(kernel: Callable, tiles: Tiles, out_type, *, name: str, interpret: bool):
+def _call(
+    kernel: Callable[..., None],
+    tiles: Tiles,
+    out_type: jax.ShapeDtypeStruct | Sequence[jax.ShapeDtypeStruct],
+    *,
+    name: str,
+    interpret: bool,
+) -> Callable[..., Any]:
     options: dict[str, Any] = {}
     if interpret:
-        options["interpret"] = compat.interpreter()
+        options["interpret"] = mosaic_compat.interpreter()
     return plgpu.kernel(
         kernel,
         out_type=out_type,
         grid=(tiles.num_blocks,),
         grid_names=("block",),
         kernel_name=name,
-        # A barrier at each store would order it with reads of the same memory.
+        # A barrier at each store would order it with reads from the same memory.
         compiler_params=plgpu.CompilerParams(
-            unsafe_no_auto_barriers=True, **compat.LANE
+            unsafe_no_auto_barriers=True, **mosaic_compat.THREAD_SEMANTICS
         ),
         **options,
     )
 
 
-def _tiles(layout: Layout, bits: int, dtype, config: Config | None) -> Tiles:
-    """How groups are cut: at least so many a block that no thread is without work."""
+def tiles_for(
+    layout: Layout, bits: int, dtype: DTypeLike, config: Config | None
+) -> Tiles:
+    """How groups are cut; a block has enough to give every thread work.
+
+    Raises:
+        ValueError: these kernels decline such an array.
+    """
     reason = declines(layout, dtype, bits)
     if reason is not None:
         raise ValueError(reason)
     config = config or heuristic(layout.group, np.dtype(dtype).itemsize)
     groups = min(config.groups, 1 << layout.total_groups.bit_length() - 1)
-    return Tiles(
-        layout, bits, max(groups, THREADS // _lanes(Tiles(layout, bits, groups)))
-    )
+    threads = threads_per_group(Tiles(layout, bits, groups))
+    return Tiles(layout, bits, max(groups, THREADS // threads))
 
 
-def _lanes(tiles: Tiles) -> int:
-    """Lanes that share a group, all with equally many elements of a tile."""
-    return min(_most_lanes(tiles), max(1, THREADS // tiles.groups))
-
-
-def _most_lanes(tiles: Tiles) -> int:
-    return math.gcd(tiles.width, LANES)
-
-
-def _encode(x_ref, *refs, tiles, dtype, stochastic, numbering):
-    block = _Block(tiles, dtype)
-    *scalars, words_ref, metadata_ref = refs
-    draw = (*(ref[0] for ref in scalars), numbering) if stochastic else None
+def _encode(
+    x_ref: jax.Ref,
+    *refs: jax.Ref,
+    tiles: Tiles,
+    dtype: np.dtype,
+    stochastic: bool,
+    numbering: Numbering | None,
+) -> None:
+    block = Block(tiles, dtype)
+    seed_ref, *first_ref, words_ref, metadata_ref = refs
+    draw = None
+    if stochastic:
+        first = first_ref[0][0] if first_ref else None
+        draw = noise.Draw(seed_ref[0], numbering, first)
     xs = [block.load(x_ref, k * tiles.width) for k in range(tiles.count)]
     lo, hi = _extremes(xs, group.largest(dtype))
     metadata = group.metadata(lo, hi, tiles.bits, dtype)
@@ -192,9 +210,16 @@ def _encode(x_ref, *refs, tiles, dtype, stochastic, numbering):
         block.store(words_ref, first, packed)
 
 
-def _decode(words_ref, metadata_ref, *refs, tiles, dtype, then):
+def _decode(
+    words_ref: jax.Ref,
+    metadata_ref: jax.Ref,
+    *refs: jax.Ref,
+    tiles: Tiles,
+    dtype: np.dtype,
+    then: Callable[..., jax.Array] | None,
+) -> None:
     *operand_refs, out_ref = refs
-    block = _Block(tiles, dtype)
+    block = Block(tiles, dtype)
     line = group.decoding_line(block.load_groups(metadata_ref))
     zero, step, unit = (block.spread(end) for end in line)
     packed = {first: block.load(words_ref, first) for first in tiles.first_words()}
@@ -209,16 +234,16 @@ def _decode(words_ref, metadata_ref, *refs, tiles, dtype, then):
         block.store(out_ref, start, x)
 
 
-def _extremes(xs, big):
-    """Least and greatest finite element of each group; NaN where there is a NaN.
+def _extremes(xs: list[Tile], big: np.float32) -> tuple[jax.Array, jax.Array]:
+    """Each group's least and greatest finite element; NaN where there is a NaN.
 
     Unlike Triton's, `min` and `max` here keep a NaN.
     """
     lo, hi = _over_group(xs, xs)
     is_finite = lax.lt(lax.max(lax.abs(lo), lax.abs(hi)), np.float32(np.inf))
-    others = lax.convert_element_type(lax.bitwise_not(is_finite), np.int32)
+    not_finite = lax.convert_element_type(lax.bitwise_not(is_finite), np.int32)
 
-    def any_other():
+    def special() -> tuple[jax.Array, jax.Array]:
         wide = [lax.convert_element_type(x, np.float32) for x in xs]
         infinite = [lax.eq(lax.abs(x), np.float32(np.inf)) for x in wide]
         los = [group.put(big, i, x) for i, x in zip(infinite, wide, strict=True)]
@@ -226,23 +251,26 @@ def _extremes(xs, big):
         lo, hi = _over_group(los, his)
         return lax.min(lo, hi), lax.max(lo, hi)
 
-    all_finite = lax.eq(jnp.max(others), np.int32(0))
-    return lax.cond(all_finite, lambda: (lo, hi), any_other)
+    all_finite = lax.eq(jnp.max(not_finite), np.int32(0))
+    return lax.cond(all_finite, lambda: (lo, hi), special)
 
 
-def _over_group(los, his):
+def _over_group(los: list[Tile], his: list[Tile]) -> tuple[jax.Array, jax.Array]:
     lo, hi = functools.reduce(lax.min, los), functools.reduce(lax.max, his)
     lo, hi = (lax.convert_element_type(end, np.float32) for end in (lo, hi))
     return jnp.min(lo, axis=1), jnp.max(hi, axis=1)
 
 
-def _code(block, line):
-    """How to round elements to codes, given noise of 16 bits.
+def _code(
+    block: Block, line: group.Line
+) -> Callable[[Tile, jax.Array | np.uint32], Tile]:
+    """The function that rounds elements to codes with 16 bits of noise.
 
     As `reference._fixed_point` and `round_fixed_point`, but clipped in integers: below
-    by the pattern of a float, which is negative where the float is, and above after the
-    noise, as min(t, top) + noise and min(t + noise, top + 65535) have one high half.
-    A NaN, of an infinity times a slope of 0, goes to either end, which is then `base`.
+    by a float's bits, which are negative as integers where the float is, and above
+    after the noise, as min(t, top) + noise and min(t + noise, top + 65535) have the
+    same high half. A NaN, from an infinity times slope 0, becomes one of the two ends,
+    and both are `base` then.
     """
     bits = block.tiles.bits
     half_zero, slope, base = line
@@ -254,10 +282,10 @@ def _code(block, line):
     start = block.spread(lax.add(base, offset))
     half_zero, slope = block.spread(half_zero), block.spread(slope)
 
-    def code(x, noise16):
+    def code(x: Tile, noise16: jax.Array | np.uint32) -> Tile:
         x = lax.convert_element_type(x, np.float32)
         t = lax.mul(lax.sub(lax.mul(x, np.float32(0.5)), half_zero), slope)
-        # Not a maximum of floats: that would keep a NaN, and let a compiler contract
+        # Not a float maximum: that would keep a NaN, and let a compiler contract
         # the product with the sum below, which then rounds once and not twice.
         t = lax.max(lax.bitcast_convert_type(t, np.int32), np.int32(0))
         t = lax.bitcast_convert_type(t, np.float32)
@@ -276,14 +304,16 @@ def _code(block, line):
     return code
 
 
-def _noise_pairs(block, draw, metadata):
-    """The two halves of each hash: noise of tile k, and of the tile half a group on."""
+def _noise_pairs(
+    block: Block, draw: noise.Draw | None, metadata: jax.Array
+) -> list[tuple[jax.Array, jax.Array]] | list[tuple[np.uint32, np.uint32]]:
+    """Each hash's halves: noise for tile k, and for the tile half a group later."""
     tiles = block.tiles
     half = tiles.count // 2
     if draw is None:
         return [(NEAREST, NEAREST)] * half
     key = noise.shard_key(draw, block.number(), metadata)
-    first = lax.add(block.spread(key), lax.mul(block.place(), noise.GOLDEN))
+    first = lax.add(block.spread(key), lax.mul(block.column(), noise.GOLDEN))
     pairs = []
     for k in range(half):
         step = np.uint32(k * tiles.width * int(noise.GOLDEN) % 2**32)
@@ -291,79 +321,3 @@ def _noise_pairs(block, draw, metadata):
         low = lax.bitwise_and(bits, FRACTION)
         pairs.append((low, lax.shift_right_logical(bits, np.uint32(16))))
     return pairs
-
-
-class _Block:
-    """The groups of the running program, and which thread holds what of them.
-
-    Attributes:
-        tiles: how groups are cut.
-        shape: of a tile of all groups: `(groups, width)`.
-    """
-
-    def __init__(self, tiles: Tiles, dtype: np.dtype):
-        """Call inside a kernel whose grid is `(tiles.num_blocks,)`."""
-        self.tiles = tiles
-        self.shape = tiles.groups, tiles.width
-        self._of_tile = _layout(tiles, dtype.itemsize)
-        self._of_groups = self._of_tile.reduce(1)
-        # The last block begins early enough to be whole: it computes some groups of the
-        # one before again, and writes there what that wrote.
-        last = np.int32(tiles.layout.total_groups - tiles.groups)
-        self._first = lax.min(lax.axis_index("block") * np.int32(tiles.groups), last)
-
-    def number(self) -> jax.Array:
-        """Each group's number in the array, `uint32`."""
-        number = lax.iota(np.uint32, self.tiles.groups)
-        number = plgpu.layout_cast(number, self._of_groups)
-        return lax.add(number, lax.convert_element_type(self._first, np.uint32))
-
-    def place(self) -> jax.Array:
-        """Each element's place in its tile, `uint32`."""
-        place = lax.broadcasted_iota(np.uint32, self.shape, 1)
-        return plgpu.layout_cast(place, self._of_tile)
-
-    def spread(self, x: jax.Array) -> jax.Array:
-        """Repeat a value for each group over a tile."""
-        x = lax.broadcast_in_dim(x, self.shape, (0,))
-        return plgpu.layout_cast(x, self._of_tile)
-
-    def load(self, ref: Any, start: int) -> jax.Array:
-        """Load the tile whose first column is `start`."""
-        return compat.load(self._columns(ref, start), self._of_tile)
-
-    def store(self, ref: Any, start: int, x: jax.Array) -> None:
-        """Store a tile whose first column is `start`."""
-        compat.store(self._columns(ref, start), x)
-
-    def load_groups(self, ref: Any) -> jax.Array:
-        """Load one value for each group."""
-        return compat.load(ref.at[self._rows], self._of_groups)
-
-    def store_groups(self, ref: Any, x: jax.Array) -> None:
-        """Store one value for each group."""
-        compat.store(ref.at[self._rows], x)
-
-    @property
-    def _rows(self) -> Any:
-        return pl.ds(self._first, self.tiles.groups)
-
-    def _columns(self, ref: Any, start: int) -> Any:
-        return ref.at[self._rows, pl.ds(start, self.tiles.width)]
-
-
-def _layout(tiles: Tiles, item_bytes: int) -> Any:
-    """Which thread holds what of a tile: of all tiles the same, in wide loads."""
-    lanes = _lanes(tiles)
-    vector = math.gcd(tiles.width // lanes, WIDEST // item_bytes)
-    columns, rows = lanes * vector, LANES // lanes
-    layout = fragmented_array.TiledLayout(
-        fragmented_array.Tiling(((WARPS * rows, columns), (rows, columns), (vector,))),
-        warp_dims=(-5,),
-        lane_dims=(-3, -2),
-        vector_dim=-1,
-        _check_canonical=False,
-    ).canonicalize()
-    return plgpu.Layout.TILED(
-        layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim
-    )

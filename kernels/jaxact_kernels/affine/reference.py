@@ -2,10 +2,11 @@
 
     value ~ zero_point + scale * code
 
-for each group of consecutive elements, with `code` an integer of 1 to 8 bits. The zero
-point is the real value of code 0. Zero point and scale are bfloat16, rounded before
-encoding (zero point down, scale up) and used rounded in both directions, so their
-rounding costs range and never bias. With steps = 2**bits - 1 and z, s as stored:
+for each group of consecutive elements, with `code` an integer in 1 to 8 bits. The zero
+point is the real value that code 0 stands for. Zero point and scale are bfloat16,
+rounded before encoding (zero point down, scale up) and used rounded in both directions,
+so their rounding costs range and never bias. With steps = 2**bits - 1 and z, s as
+stored:
 
     t    = (x/2 - z/2) * (2**17 / s)          clipped to [0, 65536 * steps]
     code = (round(t) + noise) >> 16           noise uniform in 0 .. 65535
@@ -15,19 +16,19 @@ All arithmetic is float32. The halves keep a group that spans +-max from overflo
 noise is added to an integer and `s/2 * code` is exact (8 + 8 bits), so contracting a
 multiplication with an addition can change neither a code nor a decoded value.
 
-A group whose finite elements are all equal is *constant*, flagged by the sign bit of
-its scale. The zero point then holds the high 16 bits of the float32, the rest of the
-scale the next 15, and every code is the last one: decoding returns all 32.
+A group whose finite elements are all equal is *constant*, flagged by its scale's sign
+bit. The zero point then holds the float32's high 16 bits, the scale's other bits hold
+the next 15, and every code is the last one: decoding returns all 32.
 
 Contracts:
-    error: a finite element comes back within one scale, plus the rounding of its dtype.
-        At the ends of the range elements saturate: below -BIG at -BIG (BIG: the largest
-        bfloat16 that the dtype can hold), and where `z + s * steps` would exceed the
-        dtype's maximum the scale is one bfloat16 smaller and the top of the group moves
-        by less than two scales. One bit cannot span more than BIG.
+    error: a finite element comes back within one scale, plus its dtype's rounding.
+        Elements saturate at both ends: below -BIG at -BIG (BIG: the largest bfloat16
+        that the dtype can hold), and where `z + s * steps` would exceed the dtype's
+        maximum the scale is one bfloat16 smaller and the group's top moves by less than
+        two scales. One bit cannot span more than BIG.
     bias: E[x'] = x within 2**-17 s, from rounding t to an integer, to nearest and ties
         to even (plus at most 2**-23 of x/s from t itself); elements at z have none.
-    variance: s**2 f (1 - f), with f the fraction of (x - z) / s.
+    variance: s**2 f (1 - f), with f the fractional part in (x - z) / s.
     exact: constant groups (as float32), and zeros at a group's minimum.
     infinities: take the group's finite extremes and leave their neighbours as if they
         were not there; in a group without a finite element they become about +-BIG.
@@ -38,21 +39,24 @@ Contracts:
 The stochastic rounding is ActNN's (Chen et al. 2021, "ActNN: Reducing Training Memory
 Footprint via 2-Bit Activation Compressed Training", arXiv:2104.14129, eq. 5-6). There
 the zero point and range are stored as bfloat16 but encoding uses them unrounded; here
-both directions use what is stored.
+both directions use the stored, rounded values.
 
 The code calls `lax`, not `jnp` or operators: their promotions and nested jits make the
-trace of a new shape three times as slow.
+trace three times as slow for each new shape.
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from jaxact_kernels import noise, words
 from jaxact_kernels.affine.group import (
+    Line,
     decoding_line,
     encoding_line,
     largest,
@@ -61,7 +65,7 @@ from jaxact_kernels.affine.group import (
 )
 from jaxact_kernels.layout import Layout, layout_of
 
-NEAREST = np.uint32(0x8000)  # noise of one half
+NEAREST = np.uint32(0x8000)  # noise that is one half
 
 
 class Stored(NamedTuple):
@@ -71,7 +75,7 @@ class Stored(NamedTuple):
     group_size)`; no scale is 0 unless its group is NaN; codes of padding are 0.
 
     Attributes:
-        words: `uint32[*lead, num_groups, group * bits / 32]`, in the order of `words`.
+        words: `uint32[*lead, num_groups, group * bits / 32]`, as `words` orders them.
         metadata: `uint32[*lead, num_groups]`, two bfloat16 patterns: the zero point in
             the high 16 bits; in the low, the scale, whose sign says constant group.
     """
@@ -102,16 +106,23 @@ def encode(
 
 
 def decode(
-    stored: Stored, *, shape: tuple[int, ...], dtype, bits: int, group_size: int
+    stored: Stored,
+    *operands: jax.Array,
+    shape: tuple[int, ...],
+    dtype: DTypeLike,
+    bits: int,
+    group_size: int,
+    then: Callable[..., jax.Array] | None = None,
 ) -> jax.Array:
     """See `jaxact_kernels.affine.decode`."""
     code = words.unpack_slots(stored.words, bits)
     layout = layout_of(shape, group_size)
-    return layout.join(dequantize(code, stored.metadata, dtype), shape)
+    x = layout.join(dequantize(code, stored.metadata, dtype), shape)
+    return x if then is None else then(x, *operands)
 
 
 def split(x: jax.Array, layout: Layout) -> jax.Array:
-    """Groups of float32, padded with what no extreme is taken from."""
+    """Groups as float32, padded with infinities, which extremes leave out."""
     return layout.split(lax.convert_element_type(x, np.float32), -np.inf)
 
 
@@ -120,15 +131,15 @@ def quantize(
     ends: tuple[jax.Array, jax.Array],
     seed: jax.Array,
     layout: Layout,
-    dtype,
+    dtype: DTypeLike,
     bits: int | jax.Array,
     stochastic: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
-    """Codes, `uint32[*lead, num_groups, group]`, and metadata of groups.
+    """Codes, `uint32[*lead, num_groups, group]`, and metadata for groups.
 
     Args:
-        groups: what `split` returned.
-        ends: what `extremes` returned.
+        groups: from `split`.
+        ends: from `extremes`.
         dtype: of the array that was split.
         bits: one width, or `uint32[*lead, num_groups]`.
     """
@@ -147,10 +158,10 @@ def quantize(
     return codes, stored
 
 
-def dequantize(code: jax.Array, metadata: jax.Array, dtype) -> jax.Array:
-    """Values, `dtype[*lead, num_groups, group]`, of codes of those axes or more.
+def dequantize(code: jax.Array, metadata: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Values, `dtype[*lead, num_groups, group]`, from codes with those axes or more.
 
-    The elements of a group may lie along several axes of `code`, in row-major order.
+    A group's elements may lie along several axes in `code`, in row-major order.
     """
     slots = range(metadata.ndim, code.ndim)
     zero, step, unit = decoding_line(lax.expand_dims(metadata, slots))
@@ -163,19 +174,19 @@ def dequantize(code: jax.Array, metadata: jax.Array, dtype) -> jax.Array:
 def round_fixed_point(fixed: jax.Array, noise16: jax.Array | np.uint32) -> jax.Array:
     """Round codes with 16 fractional bits, `uint32`, to integers.
 
-    Up with probability (fraction / 65536) over the 65536 values of `noise16`, exactly;
+    Up with probability (fraction / 65536) over the 65536 values for `noise16`, exactly;
     `NEAREST` rounds to nearest, ties up.
     """
     return lax.shift_right_logical(lax.add(fixed, noise16), np.uint32(16))
 
 
-def extremes(groups: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
-    """Least and greatest finite element of each group; NaN where there is a NaN."""
+def extremes(groups: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
+    """Each group's least and greatest finite element; NaN where there is a NaN."""
     big = largest(dtype)
     infinite = lax.eq(lax.abs(groups), np.float32(np.inf))
     inputs = put(big, infinite, groups), put(-big, infinite, groups)
     start = np.float32(np.inf), np.float32(-np.inf)
-    # One reduction of both: XLA:CPU hands a lone min or max to a library call that
+    # One reduction for both: XLA:CPU hands a lone min or max to a library call that
     # wants its input in memory (16 ms against 0.7 for 8 Mi elements, jax 0.12).
     join = lambda a, b: (lax.min(a[0], b[0]), lax.max(a[1], b[1]))
     lo, hi = lax.reduce(inputs, start, join, (groups.ndim - 1,))
@@ -183,8 +194,8 @@ def extremes(groups: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
     return lax.min(lo, hi), lax.max(lo, hi)
 
 
-def _fixed_point(x: jax.Array, line, bits: int | jax.Array) -> jax.Array:
-    """Real-valued codes of `x`, clipped, in units of 2**-16, as `uint32`."""
+def _fixed_point(x: jax.Array, line: Line, bits: int | jax.Array) -> jax.Array:
+    """Real-valued codes for `x`, clipped, in units of 2**-16, as `uint32`."""
     half_zero, slope, base = (_for_elements(end) for end in line)
     t = lax.mul(lax.sub(lax.mul(x, np.float32(0.5)), half_zero), slope)
     t = put(np.float32(0), lax.bitwise_not(lax.gt(t, np.float32(0))), t)  # NaN too
@@ -202,7 +213,7 @@ def _last_code(bits: int | jax.Array) -> np.float32 | jax.Array:
 
 
 def _for_elements(x: jax.Array) -> jax.Array:
-    """Add the axis of a group's elements to a value for each group."""
+    """Add an axis for a group's elements to a value for each group."""
     return lax.expand_dims(x, (x.ndim,))
 
 

@@ -1,13 +1,13 @@
 """The affine format by Pallas through Triton: NVIDIA GPUs from Ampere on.
 
 A program reads a block of groups once and keeps it in registers, as tiles (see
-`tiles`). Extremes are taken over tiles, elementwise, and then over the lanes of one
-tile. Almost all blocks hold ordinary numbers, for which the definition has shortcuts;
-the others branch to the definition itself.
+`tiles`). Extremes are taken over tiles, elementwise, and then along one tile. Almost
+all blocks hold ordinary numbers, for which the definition has shortcuts; the others
+branch to the definition itself.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +15,22 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
+from jax.typing import DTypeLike
 
 from jaxact_kernels import noise, words
 from jaxact_kernels.affine import group
 from jaxact_kernels.affine.group import MAGIC, MAGIC_BITS
-from jaxact_kernels.affine.reference import NEAREST, Stored
+from jaxact_kernels.affine.reference import Stored
+from jaxact_kernels.affine.triton_codes import (
+    Tile,
+    first_counter,
+    fixed_point,
+    noise_for,
+    ordinary_fixed_point,
+    round_tile,
+    round_tiles,
+    to_float32,
+)
 from jaxact_kernels.block import Block, elements_shape, output
 from jaxact_kernels.config import Config, heuristic
 from jaxact_kernels.layout import Layout, layout_of
@@ -28,11 +39,13 @@ from jaxact_kernels.tiles import Tiles
 
 MOST_PER_GROUP = 4096
 
+Ends = tuple[jax.Array, jax.Array]
+
 
 def encode(
     x: jax.Array,
     seed: jax.Array,
-    origin: jax.Array | None = None,
+    first: jax.Array | None = None,
     *,
     bits: int,
     group_size: int,
@@ -41,11 +54,14 @@ def encode(
     config: Config | None = None,
     interpret: bool = False,
 ) -> Stored:
-    """See `jaxact_kernels.affine.encode`; and `numbering` for a shard's groups."""
+    """See `jaxact_kernels.affine.encode`.
+
+    A shard has a `numbering` for its groups, and its first group's number.
+    """
     layout = layout_of(x.shape, group_size)
     config = config or heuristic(layout.group, x.dtype.itemsize)
     tiles = Tiles(layout, bits, config.groups)
-    scalars = [lax.reshape(s, (1,)) for s in (seed, origin) if s is not None]
+    scalars = [lax.reshape(s, (1,)) for s in (seed, first) if s is not None]
     num_words = words.num_words(layout.group, bits)
     kernel = functools.partial(
         _encode,
@@ -74,7 +90,7 @@ def decode(
     stored: Stored,
     *operands: jax.Array,
     shape: tuple[int, ...],
-    dtype,
+    dtype: DTypeLike,
     bits: int,
     group_size: int,
     then: Callable[..., jax.Array] | None = None,
@@ -104,7 +120,7 @@ def decode(
     return lax.reshape(x, shape)
 
 
-def declines(layout: Layout, dtype) -> str | None:
+def declines(layout: Layout, dtype: DTypeLike) -> str | None:
     """Why these kernels cannot serve an array; None where they can."""
     if np.dtype(dtype).name not in ("float32", "bfloat16", "float16"):
         return f"the kernels read float32, bfloat16 and float16, not {dtype}"
@@ -116,45 +132,63 @@ def declines(layout: Layout, dtype) -> str | None:
     return None
 
 
-def _encode(x_ref, *refs, tiles, dtype, stochastic, numbering, interpret):
+def _encode(
+    x_ref: jax.Ref,
+    *refs: jax.Ref,
+    tiles: Tiles,
+    dtype: np.dtype,
+    stochastic: bool,
+    numbering: Numbering | None,
+    interpret: bool,
+) -> None:
     block = Block(tiles)
-    *scalars, words_ref, metadata_ref = refs
-    draw = (*(ref[0] for ref in scalars), numbering) if stochastic else None
+    seed_ref, *first_ref, words_ref, metadata_ref = refs
+    draw = None
+    if stochastic:
+        first = first_ref[0][0] if first_ref else None
+        draw = noise.Draw(seed_ref[0], numbering, first)
     xs = [block.load(x_ref, k) for k in range(tiles.count)]
     lo, hi, is_finite = _finite_extremes(block, xs, can_pair=not interpret)
     is_ordinary = _all(is_finite, lax.lt(_sizes(lo, hi), _ordinary_below(dtype)))
 
-    def store(metadata, packed):
+    def store(metadata: jax.Array, packed: Sequence[jax.Array]) -> None:
         block.store_words(words_ref, packed)
         block.store_groups(metadata_ref, metadata)
 
-    def ordinary():
+    def ordinary() -> None:
         metadata = group.metadata(lo, hi, tiles.bits, dtype)
         line = group.encoding_line(lo, metadata)
-        fixed = _ordinary_fixed_point(block, line, is_contracted=interpret)
-        store(metadata, tiles.pack(_codes(block, xs, fixed, draw, metadata)))
+        fixed = ordinary_fixed_point(block, line, is_contracted=interpret)
+        store(metadata, tiles.pack(round_tiles(block, xs, fixed, draw, metadata)))
 
-    def any_other():
-        # In a loop that loads each tile again: a branch that hardly ever runs should
-        # hold no registers and take no time to compile.
-        load = lambda k: _to_float32(block.load(x_ref, k))
+    def special() -> None:
+        # In a loop that loads each tile once more: a branch that hardly ever runs
+        # should hold no registers and take no time to compile.
+        load = lambda k: to_float32(block.load(x_ref, k))
         lo, hi = _extremes(block, load, group.largest(dtype))
         metadata = group.metadata(lo, hi, tiles.bits, dtype)
-        fixed = _fixed_point(block, group.encoding_line(lo, metadata))
-        first = _first_counter(block, draw, metadata)
+        fixed = fixed_point(block, group.encoding_line(lo, metadata))
+        counter = first_counter(block, draw, metadata)
 
-        def add(k, packed):
-            code = _code(block, k, fixed(load(k)), _noise(block, first, k))
-            return tiles.pack_one(k, code, packed)
+        def add(k: jax.Array, packed: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+            code = round_tile(block, k, fixed(load(k)), noise_for(block, counter, k))
+            return tiles.pack_one(k, code, tuple(packed))
 
-        none = lax.full(block.shape, 0, np.uint32)
-        nothing = tuple(none for _ in tiles.first_words())
-        store(metadata, lax.fori_loop(0, tiles.count, add, nothing))
+        zero = lax.full(block.shape, 0, np.uint32)
+        zeros = tuple(zero for _ in tiles.first_words())
+        store(metadata, lax.fori_loop(0, tiles.count, add, zeros))
 
-    lax.cond(is_ordinary, ordinary, any_other)
+    lax.cond(is_ordinary, ordinary, special)
 
 
-def _decode(words_ref, metadata_ref, *refs, tiles, dtype, then):
+def _decode(
+    words_ref: jax.Ref,
+    metadata_ref: jax.Ref,
+    *refs: jax.Ref,
+    tiles: Tiles,
+    dtype: DTypeLike,
+    then: Callable[..., jax.Array] | None,
+) -> None:
     *operand_refs, out_ref = refs
     block = Block(tiles)
     line = group.decoding_line(block.load_groups(metadata_ref))
@@ -170,11 +204,11 @@ def _decode(words_ref, metadata_ref, *refs, tiles, dtype, then):
         block.store(out_ref, k, x)
 
 
-def _ordinary_below(dtype) -> np.float32:
-    """A bound of ordinary elements.
+def _ordinary_below(dtype: DTypeLike) -> np.float32:
+    """The bound below which elements are ordinary.
 
-    Below it no scale is made smaller lest it overflow the dtype, no zero point is held
-    back, and the sum of a group is finite.
+    No scale is then made smaller lest it overflow the dtype, no zero point is held
+    back, and a group's sum is finite.
     """
     return np.float32(min(float(group.largest(dtype)) / 4, 2.0**110))
 
@@ -189,16 +223,18 @@ def _all(*flags: jax.Array) -> jax.Array:
     return lax.eq(jnp.min(flag), np.int32(1))
 
 
-def _finite_extremes(block, xs, *, can_pair):
+def _finite_extremes(
+    block: Block, xs: list[Tile], *, can_pair: bool
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Extremes, right where all elements are finite; and whether all are.
 
-    The sum tells of NaN and infinities, which `min` and `max` may drop.
+    The sum reveals NaN and infinities, which `min` and `max` may drop.
     """
-    floats = [_to_float32(x) for x in xs]
+    floats = [to_float32(x) for x in xs]
     if xs[0].dtype.itemsize == 2 and block.is_real(0) is None and can_pair:
         lo = functools.reduce(functools.partial(_paired, "min"), xs)
         hi = functools.reduce(functools.partial(_paired, "max"), xs)
-        lo, hi = (jnp.min(_to_float32(lo), axis=1), jnp.max(_to_float32(hi), axis=1))
+        lo, hi = (jnp.min(to_float32(lo), axis=1), jnp.max(to_float32(hi), axis=1))
     else:
         los, his = _padded(block, floats, np.float32(np.inf))
         lo, hi = _over_group(lax.min, jnp.min, los), _over_group(lax.max, jnp.max, his)
@@ -206,10 +242,10 @@ def _finite_extremes(block, xs, *, can_pair):
     return lo, hi, lax.lt(lax.abs(total), np.float32(np.inf))
 
 
-def _paired(op: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """`min` or `max` of 16-bit floats, two by one instruction.
+def _paired(op: str, a: Tile, b: Tile) -> Tile:
+    """`min` or `max` for 16-bit floats, two by one instruction.
 
-    Triton widens them to float32, one by one: these are the kernel's busiest pipe.
+    Triton widens them to float32, one by one, on the kernel's busiest pipe.
     """
     kind = {"bfloat16": "bf16x2", "float16": "f16x2"}[a.dtype.name]
     out = jax.ShapeDtypeStruct(a.shape, a.dtype)
@@ -223,14 +259,10 @@ def _paired(op: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return joined
 
 
-def _to_float32(x: jax.Array) -> jax.Array:
-    return lax.convert_element_type(x, np.float32)
+def _extremes(block: Block, load: Callable[[jax.Array], Tile], big: np.float32) -> Ends:
+    """Each group's least and greatest finite element; NaN where there is a NaN."""
 
-
-def _extremes(block, load, big):
-    """Least and greatest finite element of each group; NaN where there is a NaN."""
-
-    def join(k, ends):
+    def join(k: jax.Array, ends: tuple[Tile, Tile, Tile]) -> tuple[Tile, Tile, Tile]:
         lo, hi, nan = ends
         x = load(k)
         is_ignored = lax.eq(lax.abs(x), np.float32(np.inf))
@@ -244,122 +276,30 @@ def _extremes(block, load, big):
             lax.bitwise_or(nan, is_nan),
         )
 
-    start = (lax.full(block.shape, end, np.float32) for end in (np.inf, -np.inf))
-    start = (*start, lax.full(block.shape, 0, np.int32))
+    ends = (lax.full(block.shape, end, np.float32) for end in (np.inf, -np.inf))
+    start = (*ends, lax.full(block.shape, 0, np.int32))
     lo, hi, nan = lax.fori_loop(0, block.tiles.count, join, start)
     lo, hi = jnp.min(lo, axis=1), jnp.max(hi, axis=1)
     is_nan = lax.gt(jnp.max(nan, axis=1), np.int32(0))
     return group.put(np.float32(np.nan), is_nan, lax.min(lo, hi)), lax.max(lo, hi)
 
 
-def _padded(block, xs, big):
+def _padded(
+    block: Block, xs: list[Tile], big: np.float32
+) -> tuple[list[Tile], list[Tile]]:
     """Elements for a minimum and for a maximum: `big` and `-big` for padding."""
-    reals = [block.is_real(k) for k in range(block.tiles.count)]
-    if reals[0] is None:
+    reals = [real for k in range(len(xs)) if (real := block.is_real(k)) is not None]
+    if not reals:
         return xs, xs
-    outside = [lax.bitwise_not(real) for real in reals]
-    los = [group.put(big, out, x) for x, out in zip(xs, outside, strict=True)]
-    his = [group.put(-big, out, x) for x, out in zip(xs, outside, strict=True)]
+    padding = [lax.bitwise_not(real) for real in reals]
+    los = [group.put(big, pad, x) for x, pad in zip(xs, padding, strict=True)]
+    his = [group.put(-big, pad, x) for x, pad in zip(xs, padding, strict=True)]
     return los, his
 
 
-def _over_group(join: Callable, reduce: Callable, tiles: list[jax.Array]) -> jax.Array:
+def _over_group(
+    join: Callable[[Tile, Tile], Tile],
+    reduce: Callable[..., jax.Array],
+    tiles: list[Tile],
+) -> jax.Array:
     return reduce(functools.reduce(join, tiles), axis=1)
-
-
-def _fixed_point(block, line):
-    """Real-valued codes in units of 2**-16, clipped, as integers; see `reference`."""
-    half_zero, slope, base = (block.spread(end) for end in line)
-    top = np.float32((2**block.tiles.bits - 1) * 65536)
-
-    def fixed(x):
-        t = lax.mul(lax.sub(lax.mul(x, np.float32(0.5)), half_zero), slope)
-        t = group.put(np.float32(0), lax.bitwise_not(lax.gt(t, np.float32(0))), t)
-        return lax.add(_rounded(lax.min(t, top), block.tiles.bits), base)
-
-    return fixed
-
-
-def _ordinary_fixed_point(block, line, *, is_contracted):
-    """The same for ordinary numbers: nothing overflows and nothing needs clipping.
-
-    x <= hi gives t <= top: half the range is at most s * steps / 2, an exact float32;
-    that times the slope, which is within 2**-24 of 2**17 / s, rounds to top.
-    """
-    half_zero, slope, base = line
-    zero = block.spread(lax.mul(half_zero, np.float32(2)))
-    slope = block.spread(lax.mul(slope, np.float32(0.5)))
-    base = block.spread(base)
-
-    def fixed(x):
-        t = lax.mul(lax.sub(x, zero), slope)
-        if is_contracted:
-            # Triton rounds every product. XLA:CPU, which runs interpreted kernels, may
-            # contract this one with the sum that follows; not through a maximum.
-            t = lax.max(t, np.float32(0))
-        return lax.add(_rounded(t, block.tiles.bits), base)
-
-    return fixed
-
-
-def _rounded(t: jax.Array, bits: int) -> jax.Array:
-    """The nearest integer of 0 <= t < 2**(bits + 16), ties to even, as `uint32`."""
-    if bits < 8:
-        return lax.sub(group.pattern(lax.add(t, MAGIC)), MAGIC_BITS)
-    is_upper = lax.ge(t, MAGIC)
-    lower = lax.select(is_upper, lax.sub(t, MAGIC), t)
-    rest = lax.shift_left(lax.convert_element_type(is_upper, np.uint32), np.uint32(23))
-    return lax.add(lax.sub(group.pattern(lax.add(lower, MAGIC)), MAGIC_BITS), rest)
-
-
-def _codes(block, xs, fixed, draw, metadata):
-    """Round the tiles of fixed-point codes to integers, with the noise of `noise`."""
-    half = block.tiles.count // 2
-    first = _first_counter(block, draw, metadata)
-    codes: list = [None] * block.tiles.count
-    for k in range(half):
-        low = high = NEAREST
-        if first is not None:
-            bits = noise.hash32(lax.add(first, _step(block, k)))
-            low = lax.bitwise_and(bits, np.uint32(0xFFFF))
-            high = lax.shift_right_logical(bits, np.uint32(16))
-        for place, noise16 in ((k, low), (k + half, high)):
-            t = fixed(_to_float32(xs[place]))
-            codes[place] = _code(block, place, t, noise16)
-    return codes
-
-
-def _code(block, k, fixed, noise16):
-    code = lax.shift_right_logical(lax.add(fixed, noise16), np.uint32(16))
-    is_real = block.is_real(k)
-    if block.tiles.layout.padding and is_real is not None:
-        code = lax.select(is_real, code, lax.full_like(code, 0))
-    return code
-
-
-def _first_counter(block, draw, metadata):
-    """What the noise of each group's first tile is a hash of; None for no noise."""
-    if draw is None:
-        return None
-    number = lax.convert_element_type(block.number, np.uint32)
-    key = noise.shard_key(draw, number, metadata)
-    lane = lax.broadcasted_iota(np.uint32, block.shape, 1)
-    return lax.add(block.spread(key), lax.mul(lane, noise.GOLDEN))
-
-
-def _step(block, k):
-    """What is added to a counter for the hash of tiles `k` and half a group on."""
-    return np.uint32(k * block.tiles.width * int(noise.GOLDEN) % 2**32)
-
-
-def _noise(block, first, k):
-    """Noise of tile `k`, which may be traced."""
-    if first is None:
-        return NEAREST
-    half = np.int32(block.tiles.count // 2)
-    turn, k = lax.div(k, half), lax.rem(k, half)
-    step = lax.mul(lax.convert_element_type(k, np.uint32), _step(block, 1))
-    bits = noise.hash32(lax.add(first, step))
-    shift = lax.convert_element_type(turn, np.uint32) * np.uint32(16)
-    bits = lax.shift_right_logical(bits, lax.full_like(bits, shift))
-    return lax.bitwise_and(bits, np.uint32(0xFFFF))

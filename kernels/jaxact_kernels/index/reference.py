@@ -1,6 +1,6 @@
-"""The index format, defined in plain JAX: codes of 1 to 8 bits, bit order of `words`.
+"""The index format, defined in plain JAX: codes with 1 to 8 bits, packed by `words`.
 
-Rows are those of the affine format with groups of 256. A row that such groups divide is
+Rows are as in the affine format with groups of 256. A row that such groups divide is
 packed by groups, so that an array sharded along its last axis is packed where it lies.
 Any other row is one group padded to whole words: no row wastes more than 31 codes.
 """
@@ -10,11 +10,12 @@ import math
 import jax
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from jaxact_kernels import words
-from jaxact_kernels.layout import LANES, Layout, layout_of
+from jaxact_kernels.layout import Layout, layout_of
 
-GROUP = 256
+GROUP_SIZE = 256
 
 
 def encode(x: jax.Array, *, bits: int) -> jax.Array:
@@ -23,7 +24,9 @@ def encode(x: jax.Array, *, bits: int) -> jax.Array:
     return lax.reshape(words.pack(codes, bits), words_shape(x.shape, bits))
 
 
-def decode(packed: jax.Array, *, shape: tuple[int, ...], dtype, bits: int) -> jax.Array:
+def decode(
+    packed: jax.Array, *, shape: tuple[int, ...], dtype: DTypeLike, bits: int
+) -> jax.Array:
     """See `jaxact_kernels.index.decode`; to booleans too, from one bit."""
     layout = index_layout(shape)
     grouped = (*layout.lead, layout.num_groups, words.num_words(layout.group, bits))
@@ -32,7 +35,7 @@ def decode(packed: jax.Array, *, shape: tuple[int, ...], dtype, bits: int) -> ja
 
 
 def low_bits(x: jax.Array, bits: int) -> jax.Array:
-    """Codes of integers or booleans: their `bits` lowest bits, as `uint32`."""
+    """Codes for integers or booleans: their `bits` lowest bits, as `uint32`."""
     codes = lax.convert_element_type(x, np.uint32)
     if x.dtype == np.bool_:
         return codes
@@ -40,20 +43,20 @@ def low_bits(x: jax.Array, bits: int) -> jax.Array:
 
 
 def index_layout(shape: tuple[int, ...]) -> Layout:
-    """Where groups lie: every 256 elements of a row that 256 divides, else a row."""
-    layout = layout_of(shape, GROUP)
-    if layout.length % GROUP == 0:
+    """Where groups lie: every 256 elements in a row that 256 divides, else a row."""
+    layout = layout_of(shape, GROUP_SIZE)
+    if layout.length % GROUP_SIZE == 0:
         return layout
-    group = LANES * -(-layout.length // LANES)
+    group = words.WORD_BITS * -(-layout.length // words.WORD_BITS)
     return Layout(layout.lead, layout.length, 1, group)
 
 
 def words_shape(shape: tuple[int, ...], bits: int) -> tuple[int, ...]:
-    """Shape of the packed words: `(*lead, num_words)`."""
+    """The packed words' shape: `(*lead, num_words)`."""
     layout = index_layout(shape)
     return *layout.lead, layout.num_groups * words.num_words(layout.group, bits)
 
 
 def stored_bytes(shape: tuple[int, ...], bits: int) -> int:
-    """Bytes of the packed words."""
+    """Bytes that the packed words take."""
     return 4 * math.prod(words_shape(shape, bits))

@@ -1,7 +1,7 @@
 """The index format by Pallas through Triton: NVIDIA GPUs from Ampere on.
 
 A program takes a block of groups, tile by tile (see `tiles`). Codes are made where they
-are packed, so the kernels of `mask` are these, with one bit and its own codes.
+are packed, so the mask format uses these kernels, with one bit and its own codes.
 """
 
 import functools
@@ -13,17 +13,18 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
+from jax.typing import DTypeLike
 
 from jaxact_kernels import words
 from jaxact_kernels.block import Block, elements_shape, output
+from jaxact_kernels.checks import INTEGERS
 from jaxact_kernels.config import Config
 from jaxact_kernels.index.reference import index_layout, low_bits, words_shape
 from jaxact_kernels.layout import Layout
 from jaxact_kernels.tiles import Tiles
 
-DTYPES = ("int8", "int16", "int32", "uint8", "uint16", "uint32")
-# Elements of a program: 128 a thread of 16 warps. At 512 a thread registers spill, as
-# do 128 codes of several fields: they are held until each field is cut from them.
+# Elements in a program: 128 a thread, 16 warps. At 512 a thread registers spill, as do
+# 128 codes with several fields: they are held until each field is cut from them.
 LONGEST = 2**16
 
 
@@ -41,7 +42,7 @@ def decode(
     packed: jax.Array,
     *,
     shape: tuple[int, ...],
-    dtype,
+    dtype: DTypeLike,
     bits: int,
     name: str = "index_decode",
     config: Config | None = None,
@@ -91,12 +92,14 @@ def pack(
     return lax.reshape(packed, words_shape(x.shape, bits))
 
 
-def declines(layout: Layout, dtype, bits: int) -> str | None:
+def declines(layout: Layout, dtype: DTypeLike, bits: int) -> str | None:
     """Say why there is no kernel for such an array; None where there is."""
-    return why_not(layout, dtype, bits, DTYPES)
+    return declines_outside(INTEGERS, layout, dtype, bits)
 
 
-def why_not(layout: Layout, dtype, bits: int, dtypes: tuple[str, ...]) -> str | None:
+def declines_outside(
+    dtypes: tuple[str, ...], layout: Layout, dtype: DTypeLike, bits: int
+) -> str | None:
     """The same for a format that holds `dtypes`."""
     dtype = np.dtype(dtype)
     if dtype.name not in dtypes:
@@ -105,7 +108,7 @@ def why_not(layout: Layout, dtype, bits: int, dtypes: tuple[str, ...]) -> str | 
     if not num_elements:
         return "an array without elements has nothing for a kernel to do"
     if dtype.itemsize == 1 and num_elements >= 2**31:
-        # Pallas counts bytes to choose 64-bit offsets, from 2**32 of them on, and
+        # Pallas counts bytes to choose 64-bit offsets, from 2**32 on, and
         # Triton takes the 32-bit ones as signed.
         return f"{num_elements} elements of one byte have offsets beyond 31 bits"
     longest = LONGEST if len(words.widths(bits)) == 1 else LONGEST // 2
@@ -118,11 +121,11 @@ def why_not(layout: Layout, dtype, bits: int, dtypes: tuple[str, ...]) -> str | 
 
 
 def heuristic(layout: Layout, bits: int, item_bytes: int) -> Config:
-    """Choose a block of elements of `item_bytes` bytes each.
+    """Choose a block for elements that take `item_bytes` bytes each.
 
-    A thread has 128 bytes of elements, as in the affine format, and a program four
-    warps, or up to 16 for a long row. Elements of four bytes may then be 128 a thread:
-    they are packed as they come, and 128 registers suffice (compiled for sm_90).
+    A thread has 128 bytes, as in the affine format, and a program four warps, or up to
+    16 for a long row. Four-byte elements may then be 128 a thread: they are packed as
+    they come, and 128 registers suffice (compiled for sm_90).
     """
     item_bytes *= _program_elements(layout, bits)
     warps = max(1, item_bytes // (32 * 128))
@@ -132,12 +135,14 @@ def heuristic(layout: Layout, bits: int, item_bytes: int) -> Config:
 
 
 def _program_elements(layout: Layout, bits: int) -> int:
-    """Elements of a group, with what fills its tiles up to powers of two."""
+    """Elements in a group whose tiles are filled up to powers of two."""
     tiles = Tiles(layout, bits, 1)
-    return tiles.count * tiles.lanes
+    return tiles.count * tiles.padded_width
 
 
-def _encode(x_ref, *refs, tiles, code):
+def _encode(
+    x_ref: jax.Ref, *refs: jax.Ref, tiles: Tiles, code: Callable[..., jax.Array]
+) -> None:
     *scalar_refs, words_ref = refs
     block = Block(tiles)
     scalars = [ref[0] for ref in scalar_refs]
@@ -150,7 +155,7 @@ def _encode(x_ref, *refs, tiles, code):
     block.store_words(words_ref, tiles.pack(codes))
 
 
-def _decode(words_ref, x_ref, *, tiles):
+def _decode(words_ref: jax.Ref, x_ref: jax.Ref, *, tiles: Tiles) -> None:
     block = Block(tiles)
     packed = block.load_words(words_ref)
     for k in range(tiles.count):

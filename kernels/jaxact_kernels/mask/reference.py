@@ -8,7 +8,7 @@ from jaxact_kernels.index import reference as index
 
 
 def encode(x: jax.Array, above: jax.Array | None = None) -> jax.Array:
-    """See `jaxact_kernels.mask.encode`; `above` is a scalar of the dtype of `x`."""
+    """See `jaxact_kernels.mask.encode`; `above` has the same dtype as `x`."""
     return index.encode(x if above is None else lax.gt(x, above), bits=1)
 
 
@@ -18,7 +18,7 @@ def decode(packed: jax.Array, *, shape: tuple[int, ...]) -> jax.Array:
 
 
 def words_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Shape of the packed words: `(*lead, num_words)`."""
+    """The packed words' shape: `(*lead, num_words)`."""
     return index.words_shape(shape, 1)
 
 

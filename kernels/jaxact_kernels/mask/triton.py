@@ -3,12 +3,14 @@
 import jax
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
+from jaxact_kernels.checks import INTEGERS
 from jaxact_kernels.config import Config
 from jaxact_kernels.index import triton as index
 from jaxact_kernels.layout import Layout
 
-DTYPES = ("bool", *index.DTYPES, "float16", "bfloat16", "float32")
+DTYPES = ("bool", *INTEGERS, "float16", "bfloat16", "float32")
 
 
 def encode(
@@ -18,7 +20,7 @@ def encode(
     config: Config | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """See `jaxact_kernels.mask.encode`; `above` is a scalar of the dtype of `x`."""
+    """See `jaxact_kernels.mask.encode`; `above` has the same dtype as `x`."""
     scalars = () if above is None else (above,)
     return index.pack(
         _code,
@@ -50,15 +52,15 @@ def decode(
     )
 
 
-def declines(layout: Layout, dtype, bits: int = 1) -> str | None:
+def declines(layout: Layout, dtype: DTypeLike, bits: int = 1) -> str | None:
     """Say why there is no kernel for such an array; None where there is.
 
     Args:
-        layout: of the array, from `index_layout`.
-        dtype: bool, or of what is compared.
-        bits: of a code.
+        layout: the array's, from `index_layout`.
+        dtype: bool, or the dtype that is compared.
+        bits: in a code.
     """
-    return index.why_not(layout, dtype, bits, DTYPES)
+    return index.declines_outside(DTYPES, layout, dtype, bits)
 
 
 def _code(x: jax.Array, *above: jax.Array) -> jax.Array:

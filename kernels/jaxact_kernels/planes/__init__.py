@@ -1,4 +1,4 @@
-"""Floats as codes of 1 to 8 bits, as many for a sample as its ranges deserve.
+"""Floats as codes with 1 to 8 bits, more for samples that span wider ranges.
 
 The stored format and its contracts are in `reference`.
 """
@@ -7,15 +7,12 @@ import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jaxact_kernels import words as _words
+from jaxact_kernels import checks as _checks, words as _words
 from jaxact_kernels.planes import reference
 from jaxact_kernels.planes.reference import Stored
 
 __all__ = ["Stored", "decode", "encode", "stored_bytes"]
-
-_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 # Jitted so that each shape is traced once, and so that eager calls run fused.
 _encode = jax.jit(reference.encode, static_argnames=("bits", "group_size", "shards"))
@@ -32,25 +29,26 @@ def encode(
 ) -> Stored:
     """Quantize `x` to `bits` bits an element on average, and pack it.
 
-    The samples of a shard share `floor(bits * samples)` bits; those that span more get
-    more, 1 to 8. Where the first axis is sharded over `shards` devices nothing is
-    exchanged. With fewer shards, samples of several devices share their bits, and so
-    words are gathered.
+    A shard's samples share `floor(bits * samples)` bits; those that span more get more,
+    1 to 8. Where the first axis is sharded over `shards` devices nothing is exchanged.
+    With fewer shards, samples on several devices share their bits, and so words are
+    gathered.
 
     Args:
-        x: floating point, any shape; the first axis is samples. An array of fewer than
-            two axes is one sample. Groups run along the last axis, see `layout_of`.
+        x: floating point, any shape; the first axis is samples. An array with fewer
+            than two axes is one sample. Groups run along the last axis, see
+            `layout_of`.
         seed: `uint32[]`, may be traced.
         bits: 1 to 8, any real number.
         group_size: most elements that share a scale; a positive multiple of 32.
-        shards: equal parts of the samples that have bits of their own; 1 if they do not
-            divide the samples.
+        shards: equal parts into which samples are cut, each with its own bits; 1 if
+            they do not divide the samples.
 
     Returns:
         `Stored`, `stored_bytes(x.shape, ...)` bytes.
 
     Raises:
-        ValueError: for another dtype, width, group size, number of shards or seed, when
+        ValueError: for another dtype, width, group size, shard count or seed, when
             traced.
 
     Example:
@@ -60,33 +58,32 @@ def encode(
     """
     x = jnp.asarray(x)
     _check(bits, shards)
-    _check_dtype(x.dtype, f"{x.dtype}{list(x.shape)}")
-    seed = jnp.asarray(seed)
-    if seed.dtype != np.uint32 or seed.shape:
-        raise ValueError(
-            f"got a seed {seed.dtype}{list(seed.shape)}; a seed is a uint32 scalar; "
-            "pass jnp.uint32(number), or jax.random.bits(key) from a key"
-        )
+    _checks.check_float(x.dtype, x.shape, "planes")
+    seed = _checks.checked_seed(seed)
     return _encode(x, seed, bits=bits, group_size=group_size, shards=shards)
 
 
 def decode(
-    stored: Stored, *, shape: tuple[int, ...], dtype, group_size: int = 256
+    stored: Stored,
+    *,
+    shape: tuple[int, ...],
+    dtype: jax.typing.DTypeLike,
+    group_size: int = 256,
 ) -> jax.Array:
-    """Return the array of `shape` and `dtype` that `encode` stored.
+    """Return the array with `shape` and `dtype` that `encode` stored.
 
     Args:
-        stored: what `encode` returned for an array of `shape` and the same group size.
-        shape: shape of the array that was encoded.
-        dtype: floating point; normally that of the array that was encoded. A narrower
-            one may overflow.
+        stored: the result of `encode` for an array with `shape`, by the same group
+            size.
+        shape: as encoded.
+        dtype: floating point, normally as encoded. A narrower one may overflow.
         group_size: as encoded.
 
     Raises:
         ValueError: the stored arrays do not have the shapes these options imply.
     """
     shape, dtype = tuple(shape), jnp.dtype(dtype)
-    _check_dtype(dtype, str(dtype))
+    _checks.check_float(dtype, shape, "planes")
     _check_stored(stored, shape, group_size)
     return _decode(stored, shape=shape, dtype=dtype, group_size=group_size)
 
@@ -94,7 +91,7 @@ def decode(
 def stored_bytes(
     shape: tuple[int, ...], *, bits: float, group_size: int = 256, shards: int = 1
 ) -> int:
-    """Bytes of `Stored` for an array of `shape`: words, metadata, a byte a sample.
+    """Bytes that `encode` stores for `shape`: words, metadata, a byte a sample.
 
     >>> stored_bytes((8, 1024), bits=2.5)  # 2.632 bits an element
     2696
@@ -112,7 +109,7 @@ def _check(bits: float, shards: int) -> None:
     if not is_real or not 1 <= bits <= _words.MAX_BITS:
         raise ValueError(
             f"got bits={bits!r}; the average is a real number of bits from 1 to "
-            f"{_words.MAX_BITS}; for more precision store the array as it is or cast it"
+            f"{_words.MAX_BITS}; {_checks.MORE_PRECISION}"
         )
     if not isinstance(shards, int) or isinstance(shards, bool) or shards < 1:
         raise ValueError(
@@ -121,26 +118,15 @@ def _check(bits: float, shards: int) -> None:
         )
 
 
-def _check_dtype(dtype: np.dtype, given: str) -> None:
-    is_float8 = dtype.name.startswith("float8_") and dtype.name != "float8_e8m0fnu"
-    if dtype.name not in _DTYPES and not is_float8:
-        raise ValueError(
-            f"got {given}; the planes format holds {', '.join(_DTYPES)} and signed "
-            "float8; use jaxact_kernels.mask for booleans and keep other dtypes as "
-            "they are"
-        )
-
-
 def _check_stored(stored: Stored, shape: tuple[int, ...], group_size: int) -> None:
     layout = reference.planes_layout(shape, group_size)
     groups = (*layout.lead, layout.num_groups)
     plane = (*groups[1:], _words.num_words(layout.group, 1))
-    required = [("uint32", plane), ("uint32", groups), ("uint8", layout.lead[:1])]
-    given = [(part.dtype.name, part.shape) for part in stored]
-    given[0] = given[0][0], given[0][1][2:]  # after shards and their planes
-    if given != required:
-        raise ValueError(
-            f"got stored arrays {given} (of words the axes after the second); "
-            f"shape={shape} and group_size={group_size} require {required}; pass the "
-            "options that encode was called with"
-        )
+    # How many shards and planes there are depends on other options than these.
+    planes = (*stored.words.shape[:2], *plane)
+    required = [
+        _checks.described("uint32", planes),
+        _checks.described("uint32", groups),
+        _checks.described("uint8", layout.lead[:1]),
+    ]
+    _checks.check_stored(stored, required, shape=shape, group_size=group_size)

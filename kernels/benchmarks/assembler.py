@@ -1,7 +1,7 @@
-"""What NVIDIA's assembler says of a function's kernels, with no GPU attached.
+"""NVIDIA's assembler's report about a function's kernels, with no GPU attached.
 
 XLA calls `ptxas` from a folder that a compile option names. There we leave a script
-that calls the real one and keeps what went in and came out. Kernels that reach the GPU
+that calls the real one and keeps its input and output. Kernels that reach the GPU
 by another way, as Pallas's Mosaic GPU kernels do, are not seen.
 """
 
@@ -16,14 +16,19 @@ from pathlib import Path
 
 import jax
 
-from jaxact import _memory
+from jaxact._memory.compiling import (
+    abstract_on,
+    complete_toolchain,
+    described,
+    device_of,
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
     """One kernel as assembled; sizes in bytes, all but shared memory for each thread.
 
-    `ptx` and `cubin` are of the module that holds the kernel, perhaps beside others.
+    `ptx` and `cubin` are the whole module that holds the kernel, perhaps with others.
     """
 
     name: str
@@ -54,19 +59,18 @@ def assemble(function, *args, target="h100", **kwargs):
     compile for a target are missing, and RuntimeError where no kernel was assembled.
     """
     traceable = function if hasattr(function, "trace") else jax.jit(function)
-    place = _memory._on(_memory._device(target))
-    args, kwargs = jax.tree.map(place, (args, kwargs))
+    args, kwargs = jax.tree.map(abstract_on(device_of(target)), (args, kwargs))
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         _wrap_assembler(folder)
-        stack.enter_context(_memory._described(target))
-        stack.enter_context(_memory._complete_toolchain(target))
+        stack.enter_context(described(target))
+        stack.enter_context(complete_toolchain(target))
         lowered = traceable.trace(*args, **kwargs).lower(lowering_platforms=("cuda",))
         options = {"xla_gpu_cuda_data_dir": str(folder)}
         compiled = lowered.compile(compiler_options=options)
         # XLA may assemble a kernel more than once; the last is reported.
         calls = sorted(folder.glob("kept.*"), key=lambda call: call.stat().st_mtime_ns)
-        kernels = {kernel.name: kernel for call in calls for kernel in _read(call)}
+        kernels = {kernel.name: kernel for call in calls for kernel in kernels_in(call)}
     if not kernels:
         raise RuntimeError(f"no kernel of {function} passed through ptxas")
     return Program(compiled, [kernels[name] for name in sorted(kernels)])
@@ -78,14 +82,14 @@ def tool(name):
     for root in spec.submodule_search_locations if spec else []:
         for path in sorted(Path(root).glob(f"cu*/bin/{name}"), reverse=True):
             return path
-    found = shutil.which(name)
-    if found is None:
+    path = shutil.which(name)
+    if path is None:
         package = {"ptxas": "nvcc"}.get(name, name)
         raise ImportError(
             f"{name} of NVIDIA's toolkit is not here. No GPU is needed:\n"
             f"  pip install nvidia-cuda-{package}"
         )
-    return Path(found)
+    return Path(path)
 
 
 def _wrap_assembler(folder):
@@ -120,19 +124,22 @@ _SIZES = {
 }
 
 
-def _read(kept):
-    """Kernels of one call: `ptxas -v` writes a paragraph for each entry function."""
-    ptx, cubin = (kept / "ptx").read_text(), (kept / "cubin").read_bytes()
-    _, *parts = _ENTRY.split((kept / "report").read_text())
+def kernels_in(folder):
+    """Kernels that one call assembled, from its `ptx`, `cubin` and `report`.
+
+    `ptxas -v` writes a paragraph for each entry function to the last.
+    """
+    ptx, cubin = (folder / "ptx").read_text(), (folder / "cubin").read_bytes()
+    _, *parts = _ENTRY.split((folder / "report").read_text())
     for name, text in zip(parts[::2], parts[1::2], strict=True):
-        sizes = {size: int(_first(found, text)) for size, found in _SIZES.items()}
+        sizes = {size: int(_first(pattern, text)) for size, pattern in _SIZES.items()}
         shared = re.search(r"(\d+) bytes smem", text)
         sizes["shared"] = int(shared[1]) if shared else 0
         yield Kernel(name, **sizes, ptx=ptx, cubin=cubin)
 
 
 def _first(pattern, text):
-    found = re.search(pattern, text)
-    if found is None:
+    match = re.search(pattern, text)
+    if match is None:
         raise RuntimeError(f"ptxas wrote no {pattern!r} in {text!r}")
-    return found[1]
+    return match[1]

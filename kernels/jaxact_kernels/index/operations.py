@@ -1,21 +1,29 @@
-"""Encode and decode of the index format, as values that `choose` is asked about."""
+"""Encode and decode in the index format, as values that `choose` is asked about."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from jaxact_kernels import words
+from jaxact_kernels import checks, words
 from jaxact_kernels.device import Device, old_for_triton
 from jaxact_kernels.index import reference
 from jaxact_kernels.layout import Layout
-from jaxact_kernels.operation import GROUP, Axes, Axis, Operation
+from jaxact_kernels.numbering import Numbering
+from jaxact_kernels.operation import GROUP_AXIS, Axes, Axis, Operation
 
 
 @dataclasses.dataclass(frozen=True)
-class _Index(Operation):
+class IndexOperation(Operation):
+    """Layout and axes that encode and decode share; also in the mask format."""
+
     bits: int
+
+    def check(self) -> None:
+        check_index_bits(self.bits)
+        checks.check_integer(self.dtype, self.shape)
 
     @property
     def layout(self) -> Layout:
@@ -24,7 +32,7 @@ class _Index(Operation):
     @property
     def stored_axes(self) -> Axes:
         """Axes of the words."""
-        words: Axis = (GROUP, "word") if self.layout.num_groups > 1 else "word"
+        words: Axis = (GROUP_AXIS, "word") if self.layout.num_groups > 1 else "word"
         return *self.lead_axes, words
 
     @property
@@ -43,7 +51,7 @@ class _Index(Operation):
 
 
 @dataclasses.dataclass(frozen=True)
-class Encode(_Index):
+class Encode(IndexOperation):
     """Encode an array: x to words."""
 
     @property
@@ -54,17 +62,20 @@ class Encode(_Index):
     def outputs(self) -> tuple[Axes, ...]:
         return (self.stored_axes,)
 
-    def reference(self, x: jax.Array) -> jax.Array:
-        return reference.encode(x, bits=self.bits)
+    @property
+    def reference(self) -> Callable[..., jax.Array]:
+        return functools.partial(reference.encode, bits=self.bits)
 
-    def kernel(self, implementation: str, numbering: Any) -> Callable[..., Any]:
+    def kernel(
+        self, implementation: str, numbering: Numbering | None
+    ) -> Callable[..., tuple[jax.Array]]:
         from jaxact_kernels.index import triton
 
         return lambda x, *_: (triton.encode(x, bits=self.bits),)
 
 
 @dataclasses.dataclass(frozen=True)
-class Decode(_Index):
+class Decode(IndexOperation):
     """Decode words."""
 
     @property
@@ -79,10 +90,19 @@ class Decode(_Index):
     def _options(self) -> dict[str, Any]:
         return {"shape": self.shape, "dtype": self.dtype, "bits": self.bits}
 
-    def reference(self, packed: jax.Array) -> jax.Array:
-        return reference.decode(packed, **self._options)
+    @property
+    def reference(self) -> Callable[..., jax.Array]:
+        return functools.partial(reference.decode, **self._options)
 
-    def kernel(self, implementation: str, numbering: Any) -> Callable[..., Any]:
+    def kernel(
+        self, implementation: str, numbering: Numbering | None
+    ) -> Callable[..., tuple[jax.Array]]:
         from jaxact_kernels.index import triton
 
         return lambda packed, *_: (triton.decode(packed, **self._options),)
+
+
+def check_index_bits(bits: int) -> None:
+    """Raise `ValueError` unless indices can have `bits` bits."""
+    instead = "keep larger integers in an array of their own dtype"
+    checks.check_bits(bits, "an index", instead)

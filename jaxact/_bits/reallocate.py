@@ -1,0 +1,85 @@
+"""Bits from a later measurement, where a change pays for its compilation."""
+
+import logging
+import math
+from collections.abc import Sequence
+
+from jaxact._bits.allocation import Allocation
+from jaxact._bits.cost import Sensitivity
+from jaxact._bits.greedy import LADDER, allocate
+
+# By how much a kept allocation may miss its budget or its bound: a measurement from a
+# few draws is no better than this.
+TOLERANCE = 0.1
+
+_log = logging.getLogger("jaxact")
+
+
+def reallocate(
+    current: Allocation,
+    measured: Sensitivity,
+    *,
+    gain: float = 0.25,
+    bits: float | None = None,
+    e2: float | None = None,
+    ladder: Sequence[int] = LADDER,
+) -> Allocation:
+    """Allocate anew where it pays, else return `current` itself.
+
+    Bits are part of the compiled step, so a change costs a compilation. `current` stays
+    unless it lacks a measured residual, or misses the budget or the bound by more than
+    10 %, or a new allocation has at least `gain` less error (for `bits`) or stored bits
+    (for `e2`). A measurement without any finite number, as from a step that overflowed,
+    changes nothing. Changes are logged by the logger 'jaxact' (INFO).
+
+    In a training loop, every K steps::
+
+        measured = measured.merge(new_measurement, 0.9)
+        after = jaxact.reallocate(allocation, measured, bits=2)
+        if after is not allocation:
+            allocation, step = after, make_step(after.policy(base))
+
+    Args:
+      current: the allocation in use.
+      measured: a later measurement.
+      gain: least relative gain that is worth a change.
+      bits, e2, ladder: as in `allocate`.
+
+    Raises:
+      ValueError: as `allocate`; gain outside [0, 1).
+    """
+    if not 0 <= gain < 1:
+        raise ValueError(
+            f"reallocate(gain={gain!r}): a fraction from 0 to below 1 is required."
+        )
+    finite = [math.isfinite(row.variance) for row in measured.rows]
+    if finite and not (any(finite) and math.isfinite(measured.signal)):
+        _log.info("jaxact: nothing finite was measured, the bits stay as they are")
+        return current
+    proposed = allocate(measured, bits=bits, e2=e2, ladder=ladder)
+    lines = current.changes(proposed)
+    if not lines or not _is_worth_it(current, proposed, gain, bits, e2):
+        return current
+    _log.info("jaxact: bits change\n%s", "\n".join(lines))
+    return proposed
+
+
+def _is_worth_it(
+    current: Allocation,
+    proposed: Allocation,
+    gain: float,
+    bits: float | None,
+    e2: float | None,
+) -> bool:
+    measured, before = proposed.measured, dict(current.bits)
+    if any(row.key not in before for row in measured.rows):
+        return True
+    average, error = measured.average_bits(before), measured.error(before)
+    if bits is not None:
+        limit, used = bits, average
+        old, new = error, proposed.error
+    else:
+        assert e2 is not None
+        limit, used = e2 * measured.signal, error
+        old, new = average, proposed.average_bits
+    return used > limit * (1 + TOLERANCE) or (old > new and old - new >= gain * old)

@@ -1,0 +1,233 @@
+"""Let a policy decide about the bases in a forward program."""
+
+import dataclasses
+from collections.abc import Collection, Sequence
+
+from jaxact._codec import Bias, Exact, Recompute
+from jaxact._decision import Decision, Reason, Remark
+from jaxact._form.affine_classes import classify
+from jaxact._form.cells import cell_body
+from jaxact._form.channel_norms import ChannelNorms, channel_norms
+from jaxact._form.chooser import Chooser
+from jaxact._form.pooling import pool_body
+from jaxact._form.tags import inside_custom_rules
+from jaxact._jaxpr.flow import fact_of
+from jaxact._jaxpr.primitives import ELEMENTWISE, FACTORIZATIONS, SOLVERS, VIEWS
+from jaxact._jaxpr.read import is_float, is_literal, variables_in
+from jaxact._jaxpr.rewrite import Body, flatten, inlinable_body
+from jaxact._jaxpr.types import Atom, Eqn, Var
+from jaxact._plan.forward import Forward
+from jaxact._plan.reading import (
+    Reading,
+    decide_unrounded,
+    finish,
+    keep_instead,
+    obstacle,
+    read_forward,
+)
+from jaxact._plan.storage import Normalized, Replay, StoragePlan
+from jaxact._policy import Policy
+from jaxact._residual import Residual
+from jaxact._trace import Flat
+
+Decisions = dict[Var, Decision]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Bases:
+    """The bases in a forward program, and those that need care.
+
+    Attributes:
+      solved_with: bases that a linear solve or a factorization solves with.
+      kept_by_custom_rules: bases that a checkpoint or a `custom_vjp` may compute
+        anything from in the backward pass.
+    """
+
+    reading: Reading
+    chooser: Chooser
+    norms: ChannelNorms
+    solved_with: frozenset[Var]
+    kept_by_custom_rules: frozenset[Var]
+
+
+def plan_bases(
+    forward: Forward, flat: Flat, policy: Policy, prefix: str
+) -> StoragePlan:
+    """Decide which values are stored so that backward has the residuals."""
+    reading = read_forward(_flattened(forward), flat, policy, prefix)
+    bases = _bases(reading)
+    decisions = _decide_bases(bases)
+    recomputed = [v for v, d in decisions.items() if isinstance(d.action, Recompute)]
+    stored = [v for v in decisions if v not in set(recomputed)]
+    normalized = _normalized(bases, decisions, stored)
+    decisions |= {v: decisions[v].with_remark(Remark.NORMALIZED) for v in normalized}
+    # Encoding needs the statistics too: they are kept, not evaluated again.
+    statistics = [v for n in normalized.values() for v in (n.mean, n.deviation)]
+    classes = bases.chooser.classes.with_kept(set(statistics))
+    chooser = dataclasses.replace(bases.chooser, classes=classes)
+    kept, replayed = chooser.derive([*reading.leaves, *statistics], stored)
+    for v in _sources(chooser, recomputed, stored):
+        decisions[v] = decisions[v].biased(Remark.RECOMPUTED_FROM)
+    decisions |= {v: _decide_exact(bases, v) for v in kept}
+    replay = [
+        Replay(eqn, classes.sides.get(eqn.outvars[0]))
+        for eqn in reading.forward.jaxpr.eqns
+        if id(eqn) in replayed
+    ]
+    return finish(reading, decisions, replay, normalized)
+
+
+def _flattened(forward: Forward) -> Forward:
+    def body(eqn: Eqn) -> Body | None:
+        return cell_body(eqn) or pool_body(eqn) or inlinable_body(eqn)
+
+    jaxpr, constants = flatten(forward.jaxpr, body)
+    consts = (*forward.consts, *constants)
+    return dataclasses.replace(forward, jaxpr=jaxpr, consts=consts)
+
+
+def _bases(reading: Reading) -> _Bases:
+    """Classify the values in a forward program."""
+    jaxpr, producers = reading.forward.jaxpr, reading.producers
+    referenced = _referenced(reading)
+    inexact = {
+        v
+        for v in jaxpr.invars
+        if is_float(v)
+        and fact_of(reading.facts, v)
+        and (reading.is_activation(v) or v not in referenced)
+    }
+    classes = classify(jaxpr, reading.largest, reading.is_activation, inexact)
+    stored_inside = {v for v in reading.leaves if reading.is_stored_inside(v)}
+    chooser = Chooser(jaxpr, classes.with_exact(stored_inside), producers)
+    inside = inside_custom_rules(jaxpr)
+    kept = [v for v in reading.leaves if fact_of(inside, v)]
+    solved_with = [v for e in jaxpr.eqns for v in _solved_with(e)]
+    return _Bases(
+        reading,
+        chooser,
+        channel_norms(jaxpr, producers),
+        frozenset(chooser.bases(solved_with)),
+        frozenset(chooser.bases(kept)),
+    )
+
+
+def _referenced(reading: Reading) -> set[Var]:
+    """Inputs that JAX keeps as they are, or moved: they are at hand anyway."""
+    makers, referenced = reading.producers, set()
+    for leaf in reading.leaves:
+        v: Atom = leaf
+        while v in makers and makers[v].primitive.name in VIEWS:
+            v = makers[v].invars[0]
+            if is_literal(v):
+                break
+        if not is_literal(v) and v not in makers:
+            referenced.add(v)
+    return referenced
+
+
+def _solved_with(eqn: Eqn) -> Sequence[Atom]:
+    """The matrices that an equation's backward pass solves with."""
+    if eqn.primitive.name in SOLVERS:
+        return eqn.invars
+    return eqn.outvars if eqn.primitive.name in FACTORIZATIONS else ()
+
+
+def _decide_bases(bases: _Bases) -> Decisions:
+    """A decision for each base to store, or to compute again from others."""
+    producers = bases.reading.producers
+    todo = bases.chooser.choose(bases.reading.leaves)
+    decisions: Decisions = {}
+    while todo:
+        v = todo.pop(0)
+        if v in decisions:
+            continue
+        decisions[v] = decision = _decide_base(bases, v)
+        if not isinstance(decision.action, Recompute):
+            continue
+        reason = obstacle(bases.reading, v)
+        if reason is None:
+            known = {*todo, *decisions}
+            todo += _nearest_sources(bases.chooser, producers[v], known)
+        else:
+            decisions[v] = keep_instead(decision, reason)
+    return decisions
+
+
+def _decide_base(bases: _Bases, v: Var) -> Decision:
+    residual = _residual(bases, v)
+    if _normalizing(bases, v) is not None:
+        residual = dataclasses.replace(residual, is_normalized=True)
+    reading = bases.reading
+    decision = reading.policy.decide(residual, largest=reading.largest)
+    if decision.rule is None and v in bases.solved_with:
+        return Decision(decision.residual, Exact(), Reason.SOLVED_WITH)
+    if v in bases.kept_by_custom_rules:
+        return decision.biased(Remark.CUSTOM_RULE)
+    return decision
+
+
+def _decide_exact(bases: _Bases, v: Var) -> Decision:
+    reading, residual = bases.reading, _residual(bases, v)
+    return decide_unrounded(reading, v, residual) or reading.policy.decide(
+        residual, largest=reading.largest, statistic=True
+    )
+
+
+def _residual(bases: _Bases, v: Var) -> Residual:
+    """`v`, with the names of values that are derived from it."""
+    residual = bases.reading.provenance.of(v)
+    derived = bases.chooser.classes.names.get(v, [])
+    names = [name for name in (residual.name, *derived) if name]
+    name, aliases = (names[0], tuple(names[1:])) if names else ("", ())
+    return dataclasses.replace(residual, name=name, aliases=aliases)
+
+
+def _normalizing(bases: _Bases, v: Var) -> Normalized | None:
+    """The normalization over channels that the program applies to `v`, if exact."""
+    norm = bases.norms.normalizing(v)
+    is_exact = bases.chooser.classes.is_exact
+    if norm is None or not (is_exact(norm.mean) and is_exact(norm.deviation)):
+        return None
+    return norm
+
+
+def _normalized(
+    bases: _Bases, decisions: Decisions, stored: Sequence[Var]
+) -> dict[Var, Normalized]:
+    """The map that each rounded variable is stored through, where there is one."""
+    rounded = [v for v in stored if decisions[v].bias is not Bias.EXACT]
+    norms = {v: _normalizing(bases, v) for v in rounded}
+    return {v: norm for v, norm in norms.items() if norm is not None}
+
+
+def _nearest_sources(chooser: Chooser, eqn: Eqn, stored: Collection[Var]) -> list[Var]:
+    """Bases that an equation is computed from, past elementwise equations."""
+    todo, seen, sources = chooser.bases(eqn.invars), set(), []
+    while todo:
+        v = todo.pop()
+        if v in seen:
+            continue
+        seen.add(v)
+        maker = chooser.producers.get(v)
+        if v in stored or maker is None or maker.primitive.name not in ELEMENTWISE:
+            sources.append(v)
+        else:
+            todo += chooser.bases(maker.invars)
+    return sources
+
+
+def _sources(
+    chooser: Chooser, recomputed: Sequence[Var], stored: Sequence[Var]
+) -> list[Var]:
+    """The stored bases that the recomputed ones are computed from."""
+    if not recomputed:
+        return []
+    _, replayed = chooser.derive(recomputed, stored)
+    reads = {
+        v
+        for eqn in chooser.jaxpr.eqns
+        if id(eqn) in replayed
+        for v in variables_in(eqn.invars)
+    }
+    return [v for v in stored if v in reads]

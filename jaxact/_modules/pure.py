@@ -1,0 +1,106 @@
+"""A call that modules may take part in, as one with arrays alone."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxact._modules.find import for_state
+from jaxact._trace import Flat, Rebuild, arguments, is_array, trace
+
+
+@dataclasses.dataclass(frozen=True)
+class PureCall:
+    """A call with array arguments.
+
+    Attributes:
+      fn: the user's function; or one from (parameters, other state, *args, **kwargs)
+        to the user's result and the state after.
+      args, kwargs: for `fn`; each module is None in them.
+      modules: that hold arrays, in the user's call; empty where `fn` is the user's.
+      positions: the modules' in the user's call; -1 for a keyword.
+    """
+
+    fn: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    modules: tuple[object, ...] = ()
+    positions: tuple[int, ...] = ()
+
+    @property
+    def num_positional(self) -> int:
+        """How many positional arguments the user's call has."""
+        return len(self.args) - (2 if self.modules else 0)
+
+    @property
+    def owners(self) -> list[int]:
+        """For each array, its argument's position in the user's call.
+
+        A module owns its parameters. -1: other state, and keyword arguments.
+        """
+        owned = [*enumerate(self.args), (-1, self.kwargs)]
+        if self.modules:
+            params, state, *args = self.args
+            # Shared parameters belong to their first module.
+            parts = [
+                (position, params[number])
+                for number, position in enumerate(self.positions)
+                if number in params
+            ]
+            owned = [*parts, (-1, state), *enumerate(args), (-1, self.kwargs)]
+        return [n for n, tree in owned for x in jax.tree.leaves(tree) if is_array(x)]
+
+    def trace(self) -> tuple[Flat, list[jax.Array], Rebuild]:
+        """The call as `jaxact._trace.trace` gives it; no argument is a parameter."""
+        described = arguments(self.fn, self.args, self.kwargs, None, ())
+        return trace(self.fn, self.args, self.kwargs, described)
+
+    def differentiated(
+        self, values: Sequence[jax.Array], argnums: int | Sequence[int] | None
+    ) -> list[bool]:
+        """Whether each value from `trace` is one to differentiate.
+
+        Args:
+          values: those closed over, then the arguments'.
+          argnums: positions in the user's call. None: all float arrays.
+
+        Raises:
+          ValueError: argnums out of range.
+        """
+        is_float = [jnp.issubdtype(v.dtype, jnp.inexact) for v in values]
+        if argnums is None:
+            return is_float
+        chosen = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+        num_args = self.num_positional
+        if not {*chosen} <= {*range(-num_args, num_args)}:
+            raise ValueError(
+                f"argnums={argnums!r}: positions of arguments are required, and the "
+                f"call has {num_args} positional ones, numbered from 0. As by jax.grad,"
+                " keyword arguments are not differentiated."
+            )
+        positions = {n % num_args for n in chosen}
+        closed_over = [-1] * (len(values) - len(self.owners))
+        owners = [*closed_over, *self.owners]
+        return [f and n in positions for f, n in zip(is_float, owners, strict=True)]
+
+    def result(self, out: Any) -> Any:
+        """The user's function's result, from `fn`'s."""
+        return out[0] if self.modules else out
+
+    def write_back(self, out: Any) -> Any:
+        """The same, after the arrays that the call changed went to its modules."""
+        adapter = for_state(self.modules[0]) if self.modules else None
+        return out if adapter is None else adapter.write_back(self.modules, out)
+
+
+def pure_call(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> PureCall:
+    """`fn(*args, **kwargs)`, ready to be traced."""
+    for value in (*args, *kwargs.values()):
+        adapter = for_state(value)
+        if adapter is not None:
+            return adapter.purify(fn, args, kwargs)
+    return PureCall(fn, args, kwargs)

@@ -1,0 +1,137 @@
+"""A forward program as planners read it, and the steps that all planners share.
+
+A planner reads the program (`read_forward`), decides about the values it wants to store
+(first `decide_unrounded`, then the policy), and finishes the plan (`finish`).
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jaxact._codec import Exact, Recompute
+from jaxact._decision import Decision, Reason
+from jaxact._jaxpr.flow import Facts, fact_of, flow
+from jaxact._jaxpr.read import variables_in
+from jaxact._jaxpr.types import Producers, Var
+from jaxact._plan.facts import ACTIVATION, STORED, input_facts, learn
+from jaxact._plan.forward import Forward
+from jaxact._plan.storage import Normalized, Replay, StoragePlan
+from jaxact._policy import Policy
+from jaxact._residual import Provenance, Residual
+from jaxact._trace import Flat
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Reading:
+    """A forward program with the facts that decisions rest on.
+
+    Attributes:
+      facts: about each variable; see `facts.py`.
+      inputs: the variables that are given to the program.
+      producers: the equation that computes each other variable.
+      leaves: the distinct variables among the residuals.
+      largest: elements in the largest activation among `leaves`.
+      provenance: tells where a variable comes from.
+    """
+
+    forward: Forward
+    policy: Policy
+    facts: Facts
+    inputs: frozenset[Var]
+    producers: Producers
+    leaves: tuple[Var, ...]
+    largest: int
+    provenance: Provenance
+
+    def is_activation(self, v: Var) -> bool:
+        """Whether `v` is made from more than parameters."""
+        return bool(fact_of(self.facts, v) & ACTIVATION)
+
+    def is_stored_inside(self, v: Var) -> bool:
+        """Whether a compressed call inside this one already stored `v`."""
+        return bool(fact_of(self.facts, v) & STORED)
+
+
+def read_forward(forward: Forward, flat: Flat, policy: Policy, prefix: str) -> Reading:
+    """Learn the facts about `forward`, which was traced from `flat`."""
+    jaxpr = forward.jaxpr
+    facts = flow(jaxpr, [0, *input_facts(flat)], learn)
+    leaves = tuple(dict.fromkeys(variables_in(forward.residuals)))
+    sizes = [v.aval.size for v in leaves if fact_of(facts, v) & ACTIVATION]
+    provenance = Provenance(jaxpr, ["seed", *flat.paths], prefix)
+    return Reading(
+        forward,
+        policy,
+        facts,
+        frozenset([*jaxpr.invars, *jaxpr.constvars]),
+        provenance.producers(jaxpr),
+        leaves,
+        max(sizes, default=0),
+        provenance,
+    )
+
+
+def decide_unrounded(reading: Reading, v: Var, residual: Residual) -> Decision | None:
+    """The decision about a value that stays as it is; None where the policy decides.
+
+    The policy decides about activations, and about masks made from parameters, which
+    take one bit and stay exact.
+    """
+    if reading.is_stored_inside(v):
+        return Decision(residual, Exact(), Reason.STORED_INSIDE)
+    if getattr(v.aval, "memory_space", None) == jax.memory.Space.Host:
+        return Decision(residual, Exact(), Reason.ON_HOST)
+    if reading.is_activation(v):
+        return None
+    if v in reading.inputs:
+        is_unnamed = fact_of(reading.facts, v) != 0
+        reason = Reason.NOT_AN_ACTIVATION if is_unnamed else Reason.REFERENCED
+        return Decision(residual, Exact(), reason)
+    if residual.dtype == jnp.bool_:
+        return None
+    return Decision(residual, Exact(), Reason.OF_PARAMETERS)
+
+
+def obstacle(reading: Reading, v: Var) -> Reason | None:
+    """Why a value cannot be recomputed; None where it can."""
+    if v not in reading.producers:
+        return Reason.ARGUMENT
+    return Reason.SIDE_EFFECT if reading.producers[v].effects else None
+
+
+def keep_instead(decision: Decision, reason: Reason) -> Decision:
+    """The decision about a value that cannot be recomputed."""
+    return Decision(decision.residual, Exact(), reason, decision.rule)
+
+
+def finish(
+    reading: Reading,
+    decisions: dict[Var, Decision],
+    replay: Sequence[Replay],
+    normalized: dict[Var, Normalized] | None = None,
+) -> StoragePlan:
+    """The plan for `decisions`, with the `replay` that they need."""
+    stored = {v: d for v, d in decisions.items() if not isinstance(d.action, Recompute)}
+    coded = {v: d for v, d in stored.items() if _is_coded(reading, v, d)}
+    return StoragePlan(
+        reading.forward,
+        coded,
+        tuple(v for v in stored if v not in coded),
+        tuple(replay),
+        tuple(decisions.values()),
+        reading.policy,
+        normalized or {},
+    )
+
+
+def _is_coded(reading: Reading, v: Var, decision: Decision) -> bool:
+    """Whether a variable is stored through its action, and marked as such."""
+    if reading.is_stored_inside(v):
+        return False
+    if isinstance(decision.action, Exact):
+        # Marking an argument would keep scan from referencing it in place.
+        is_key = jnp.issubdtype(v.aval.dtype, jax.dtypes.extended)
+        return v not in reading.inputs and not is_key
+    return True

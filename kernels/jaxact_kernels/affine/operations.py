@@ -1,0 +1,175 @@
+"""Encode and decode in the affine format, as values that `choose` is asked about."""
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import jax
+
+from jaxact_kernels import checks, words
+from jaxact_kernels.affine import reference
+from jaxact_kernels.affine.reference import Stored
+from jaxact_kernels.device import Device, old_for_triton
+from jaxact_kernels.layout import Layout, layout_of
+from jaxact_kernels.numbering import Numbering
+from jaxact_kernels.operation import GROUP_AXIS, Axes, Operation
+
+
+@dataclasses.dataclass(frozen=True)
+class AffineOperation(Operation):
+    """Options that encode and decode share."""
+
+    bits: int
+    group_size: int = 256
+
+    def check(self) -> None:
+        checks.check_bits(self.bits, "a code")
+        checks.check_float(self.dtype, self.shape, "affine")
+
+    @property
+    def layout(self) -> Layout:
+        return layout_of(self.shape, self.group_size)
+
+    @property
+    def stored_axes(self) -> tuple[Axes, Axes]:
+        """Axes of words and metadata."""
+        groups = (*self.lead_axes, GROUP_AXIS)
+        return (*groups, "word"), groups
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"bits": self.bits, "group_size": self.group_size}
+
+    def kernels(self) -> dict[str, Callable[[Device], str | None]]:
+        # Both are bound by memory by their instruction counts (kernels/benchmarks).
+        # Triton comes first because it serves every shape.
+        return {"triton": self._triton_declines, "mosaic_gpu": self._mosaic_declines}
+
+    def _triton_declines(self, device: Device) -> str | None:
+        try:
+            from jaxact_kernels.affine import triton
+        except ImportError:
+            return "this version of JAX has no Pallas Triton"
+        return old_for_triton(device) or triton.declines(self.layout, self.dtype)
+
+    def _mosaic_declines(self, device: Device) -> str | None:
+        from jaxact_kernels.affine import mosaic_gpu
+
+        return mosaic_gpu.declines(self.layout, self.dtype, self.bits, device)
+
+
+@dataclasses.dataclass(frozen=True)
+class Encode(AffineOperation):
+    """Encode an array: (x, seed) to (words, metadata)."""
+
+    stochastic: bool = True
+
+    @property
+    def inputs(self) -> tuple[Axes, ...]:
+        return self.unpacked_axes, ()
+
+    @property
+    def outputs(self) -> tuple[Axes, ...]:
+        return self.stored_axes
+
+    @property
+    def reference(self) -> Callable[..., Stored]:
+        return functools.partial(
+            reference.encode, **self.options, stochastic=self.stochastic
+        )
+
+    def kernel(
+        self, implementation: str, numbering: Numbering | None
+    ) -> Callable[..., Stored]:
+        return functools.partial(
+            _module(implementation).encode,
+            **self.options,
+            stochastic=self.stochastic,
+            numbering=numbering,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Decode(AffineOperation):
+    """Decode (words, metadata), with `then` applied to the result and `operands`."""
+
+    then: Callable[..., jax.Array] | None = None
+    num_operands: int = 0
+
+    @property
+    def inputs(self) -> tuple[Axes, ...]:
+        return *self.stored_axes, *(self.num_operands * (self.unpacked_axes,))
+
+    @property
+    def outputs(self) -> tuple[Axes, ...]:
+        return (self.unpacked_axes,)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        unpacked = {"shape": self.shape, "dtype": self.dtype, "then": self.then}
+        return super().options | unpacked
+
+    @property
+    def reference(self) -> Callable[..., jax.Array]:
+        return functools.partial(reference.decode, **self.options)
+
+    def kernel(
+        self, implementation: str, numbering: Numbering | None
+    ) -> Callable[..., tuple[jax.Array]]:
+        module = _module(implementation)
+
+        def decode(
+            words: jax.Array, metadata: jax.Array, *arrays: jax.Array
+        ) -> tuple[jax.Array]:
+            # The number of the first group comes last and does not matter here.
+            operands = arrays[: self.num_operands]
+            return (module.decode(Stored(words, metadata), *operands, **self.options),)
+
+        return decode
+
+    def check_operands(self, stored: Stored, operands: Sequence[jax.Array]) -> None:
+        """Raise `ValueError` where this cannot decode such arrays."""
+        self._check_stored(stored)
+        if self.then is None:
+            if operands:
+                count = len(operands)
+                raise ValueError(f"got {count} operands; they are arguments of `then`")
+            return
+        if any(operand.shape != self.shape for operand in operands):
+            raise ValueError(
+                f"got operands of shapes {[operand.shape for operand in operands]}; "
+                "each goes with the decoded elements, so it requires the shape "
+                f"{self.shape}; broadcast it first"
+            )
+        self._check_then(self.then, operands)
+
+    def _check_stored(self, stored: Stored) -> None:
+        layout = self.layout
+        groups = (*layout.lead, layout.num_groups)
+        packed = (*groups, words.num_words(layout.group, self.bits))
+        required = [checks.described("uint32", each) for each in (packed, groups)]
+        options = {"bits": self.bits, "group_size": self.group_size}
+        checks.check_stored(stored, required, shape=self.shape, **options)
+
+    def _check_then(
+        self, then: Callable[..., jax.Array], operands: Sequence[jax.Array]
+    ) -> None:
+        x = jax.ShapeDtypeStruct(self.shape, self.dtype)
+        jaxpr, out = jax.make_jaxpr(then, return_shape=True)(x, *operands)
+        if jaxpr.consts:
+            raise ValueError(
+                f"`then` uses {len(jaxpr.consts)} arrays besides its arguments; a "
+                "kernel reads its arguments alone; pass them as operands"
+            )
+        if getattr(out, "shape", None) != self.shape:
+            raise ValueError(
+                f"`then` returned {out}; it is elementwise and requires one array of "
+                f"shape {self.shape}; continue after decoding"
+            )
+
+
+def _module(implementation: str) -> ModuleType:
+    return importlib.import_module(f"jaxact_kernels.affine.{implementation}")
