@@ -253,7 +253,7 @@ def test_static_arguments_by_name():
         jaxact.compress(shaped, static_argnums="act")(X, sizes)
 
 
-@pytest.mark.parametrize("target", [None, {"w": jnp.ones(3)}, 3, [layer]], ids=repr)
+@pytest.mark.parametrize("target", [None, {"w": jnp.ones(3)}, 3, [layer]], ids=type)
 def test_targets_that_are_nothing_to_call(target):
     with pytest.raises(TypeError, match="a function is required") as caught:
         jaxact.compress(target)
