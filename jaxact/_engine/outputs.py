@@ -1,4 +1,4 @@
-"""Give outputs that depend on different arguments derivative rules of their own.
+"""Split a call into outputs that may share one derivative rule.
 
 Needed before JAX 0.11, which added `generic_batching`; see `_jaxpr.compat`.
 """
@@ -17,23 +17,24 @@ from jaxact._trace import Flat, Kind
 def when_all(
     parts: int, report: Callable[[Sequence[StoragePlan]], None]
 ) -> Callable[[Sequence[StoragePlan]], None]:
-    """Report the plans of all parts of a call together, once."""
-    heard: list[Sequence[StoragePlan]] = []
+    """Report the plans for all parts together, once."""
+    reported: list[Sequence[StoragePlan]] = []
 
     def collect(plans: Sequence[StoragePlan]) -> None:
-        heard.append(plans)
-        if len(heard) == parts:
-            report([plan for plans in heard for plan in plans])
+        reported.append(plans)
+        if len(reported) == parts:
+            report([plan for plans in reported for plan in plans])
 
     return collect
 
 
 def independent_outputs(flat: Flat) -> list[list[int]]:
-    """Groups of outputs that may share one derivative rule.
+    """Groups whose outputs may share one derivative rule.
 
-    Before `generic_batching`, vmap counts the cotangent of an output that ignores the
-    mapped argument once per example. Outputs that depend on different arguments then
-    get rules of their own.
+    Before `generic_batching`, vmap counts an output's cotangent once per example where
+    the output ignores the mapped argument. Outputs that depend on different arguments
+    then get separate rules: for a block that returns its activations and a penalty on
+    its weights, for two towers in one call.
     """
     num_outputs = len(flat.jaxpr.outvars)
     if HAS_GENERIC_BATCHING or num_outputs < 2:
@@ -45,9 +46,9 @@ def independent_outputs(flat: Flat) -> list[list[int]]:
     facts = flow(flat.jaxpr, bits, union)
     groups: dict[int, list[int]] = {}
     exact = []
-    for place, v in enumerate(flat.jaxpr.outvars):
+    for number, v in enumerate(flat.jaxpr.outvars):
         group = groups.setdefault(fact_of(facts, v), []) if is_float(v) else exact
-        group.append(place)
+        group.append(number)
     first = next(iter(groups.values()), None)
     if first is None:
         return [exact]
@@ -55,10 +56,10 @@ def independent_outputs(flat: Flat) -> list[list[int]]:
     return [sorted(group) for group in groups.values()]
 
 
-def select_outputs(flat: Flat, places: Sequence[int]) -> Flat:
+def select_outputs(flat: Flat, numbers: Sequence[int]) -> Flat:
     """`flat` with only the given outputs; side effects go with the first output."""
-    chosen = [flat.jaxpr.outvars[i] for i in places]
-    if len(chosen) == len(flat.jaxpr.outvars):
+    selected = [flat.jaxpr.outvars[i] for i in numbers]
+    if len(selected) == len(flat.jaxpr.outvars):
         return flat
-    jaxpr = prune(flat.jaxpr, chosen, effects=0 in places)
+    jaxpr = prune(flat.jaxpr, selected, effects=0 in numbers)
     return dataclasses.replace(flat, jaxpr=jaxpr)

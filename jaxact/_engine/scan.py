@@ -1,99 +1,106 @@
-"""CompressBody inside scan bodies.
+"""Compression inside scan bodies.
 
-Residuals of a scan are stacked by the scan itself, so compressing them afterwards
-would need all of them at once. A scan found in a compressed call is therefore
-evaluated with its body compressed; the body's parameters stay where the scan keeps
-them. Scans inside branches, custom rules and checkpoints are left as they are.
+The residuals in a scan are stacked by the scan itself, so compressing them afterwards
+would need all layers' at once. A scan in a compressed call is therefore evaluated with
+its body compressed; the body's parameters stay where the scan keeps them. Scans inside
+branches, custom rules and checkpoints are left as they are.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 from jax import lax
 
+from jaxact._engine.passes import Draw
 from jaxact._jaxpr.compat import open_jaxpr, scan_counts
 from jaxact._jaxpr.evaluate import bind, value_of
 from jaxact._jaxpr.flow import fact_of, flow, scan_facts
 from jaxact._jaxpr.primitives import JITS
+from jaxact._jaxpr.types import Array, Eqn, Jaxpr
 from jaxact._plan.facts import input_facts, kind_of, learn
 from jaxact._residual import join_paths, module_path
 from jaxact._trace import Flat, Kind
 
-# (flat function, seed, values, scope of the scan) -> outputs
-CompressBody = Callable[[Flat, Any, Sequence[Any], str], list[Any]]
+# (flat function, draw, values, the scan's scope) -> outputs
+CompressBody: TypeAlias = Callable[[Flat, Draw, Sequence[Array], str], list[jax.Array]]
+_Arrays: TypeAlias = tuple[Any, ...]
 
 
-def contains_scan(jaxpr: Any) -> bool:
+def contains_scan(jaxpr: Jaxpr) -> bool:
     """Whether `jaxpr`, or a jitted function it calls, has a scan."""
     return any(eqn.primitive.name == "scan" or _calls_scan(eqn) for eqn in jaxpr.eqns)
 
 
-def _calls_scan(eqn: Any) -> bool:
+def _calls_scan(eqn: Eqn) -> bool:
     return eqn.primitive.name in JITS and contains_scan(
         open_jaxpr(eqn.params["jaxpr"])[0]
     )
 
 
-def push_into_scans(flat: Flat, compress: CompressBody) -> Callable[..., list[Any]]:
-    """`flat` as (seed, *values) -> outputs, with the bodies of its scans compressed."""
+def push_into_scans(
+    flat: Flat, compress: CompressBody
+) -> Callable[..., list[jax.Array]]:
+    """`flat` as (draw, *values) -> outputs, with its scans' bodies compressed."""
     facts = input_facts(flat)
 
-    def run(seed: Any, *values: Any) -> list[Any]:
-        return _evaluate(flat.jaxpr, facts, seed, values, compress)
+    def run(draw: Draw, *values: Array) -> list[jax.Array]:
+        return _evaluate(flat.jaxpr, facts, draw, values, compress)
 
     return run
 
 
 def _evaluate(
-    jaxpr: Any,
+    jaxpr: Jaxpr,
     facts: Sequence[int],
-    seed: Any,
-    values: Sequence[Any],
+    draw: Draw,
+    values: Sequence[Array],
     compress: CompressBody,
-) -> list[Any]:
-    known = flow(jaxpr, facts, learn)
+) -> list[jax.Array]:
+    facts_of_all = flow(jaxpr, facts, learn)
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], values, strict=True))
     for eqn in jaxpr.eqns:
-        inputs = [value_of(v, env) for v in eqn.invars]
-        learned = [fact_of(known, v) for v in eqn.invars]
+        operands = [value_of(v, env) for v in eqn.invars]
+        operand_facts = [fact_of(facts_of_all, v) for v in eqn.invars]
         if eqn.primitive.name == "scan":
-            out = _scan(eqn, learned, seed, inputs, compress)
+            out = _scan(eqn, operand_facts, draw, operands, compress)
         elif _calls_scan(eqn):
-            out = _jit(eqn, learned, seed, inputs, compress)
+            out = _jit(eqn, operand_facts, draw, operands, compress)
         else:
-            out = bind(eqn, inputs)
+            out = bind(eqn, operands)
         env.update(zip(eqn.outvars, out, strict=True))
     return [value_of(v, env) for v in jaxpr.outvars]
 
 
 def _jit(
-    eqn: Any,
+    eqn: Eqn,
     facts: Sequence[int],
-    seed: Any,
-    values: Sequence[Any],
+    draw: Draw,
+    values: Sequence[Array],
     compress: CompressBody,
-) -> list[Any]:
-    inner, consts = open_jaxpr(eqn.params["jaxpr"])
+) -> list[jax.Array]:
+    body, consts = open_jaxpr(eqn.params["jaxpr"])
     scope = module_path(eqn.source_info.name_stack)
 
-    def compress_inside(flat: Flat, seed: Any, values: Any, within: str) -> list[Any]:
-        return compress(flat, seed, values, join_paths(scope, within))
+    def compress_body(
+        flat: Flat, draw: Draw, values: Sequence[Array], inner_scope: str
+    ) -> list[jax.Array]:
+        return compress(flat, draw, values, join_paths(scope, inner_scope))
 
-    def run(seed: Any, *values: Any) -> list[Any]:
-        facts_inside = [0] * len(consts) + list(facts)
-        return _evaluate(inner, facts_inside, seed, [*consts, *values], compress_inside)
+    def run(draw: Draw, *values: Array) -> list[jax.Array]:
+        input_facts = [0] * len(consts) + list(facts)
+        return _evaluate(body, input_facts, draw, [*consts, *values], compress_body)
 
-    return jax.jit(run)(seed, *values)
+    return jax.jit(run)(draw, *values)
 
 
 def _scan(
-    eqn: Any,
+    eqn: Eqn,
     facts: Sequence[int],
-    seed: Any,
-    values: Sequence[Any],
+    draw: Draw,
+    values: Sequence[Array],
     compress: CompressBody,
-) -> list[Any]:
+) -> list[jax.Array]:
     num_consts, num_carry = scan_counts(eqn)
     body, body_consts = open_jaxpr(eqn.params["jaxpr"])
     kinds = [kind_of(f) for f in scan_facts(eqn, facts, learn)[0]]
@@ -107,18 +114,18 @@ def _scan(
         tuple(range(len(body_consts) + len(values))),
     )
     scope = module_path(eqn.source_info.name_stack)
-    inside = lambda *xs: compress(flat, seed, [*body_consts, *xs], scope)
-    return rebuild(eqn, inside, values)
+    compressed = lambda *xs: compress(flat, draw, [*body_consts, *xs], scope)
+    return rebuild(eqn, compressed, values)
 
 
 def rebuild(
-    eqn: Any, body: Callable[..., list[Any]], values: Sequence[Any]
-) -> list[Any]:
-    """A scan with another body, of (*constants, *carry, *xs) as the scan's own."""
+    eqn: Eqn, body: Callable[..., list[jax.Array]], values: Sequence[Array]
+) -> list[jax.Array]:
+    """A scan with another body, a function of (*constants, *carry, *xs)."""
     num_consts, num_carry = scan_counts(eqn)
     start, consts = num_consts + num_carry, values[:num_consts]
 
-    def step(carry: tuple[Any, ...], xs: tuple[Any, ...]) -> tuple[Any, Any]:
+    def step(carry: _Arrays, xs: _Arrays) -> tuple[_Arrays, _Arrays]:
         out = body(*consts, *carry, *xs)
         return tuple(out[:num_carry]), tuple(out[num_carry:])
 

@@ -76,6 +76,8 @@ class Jaxpr(Protocol):
 ClosedJaxpr: TypeAlias = Any
 # A value for each variable.
 Env: TypeAlias = dict[Var, Any]
+# Nested containers of arrays, such as a residual's stored form.
+PyTree: TypeAlias = Any
 # Other variables, or literals, to read instead.
 Renaming: TypeAlias = dict[Var, Atom]
 # The equation that computes each variable.

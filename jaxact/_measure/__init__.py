@@ -1,9 +1,9 @@
-"""What rounding does to gradients, measured on the user's own program.
+"""The noise that rounding adds to gradients, measured on the user's own program.
 
 `sensitivity` tries: it rounds one residual at a time and compares whole gradients.
 `telemetry` reads it off a training step while that runs. Both trace the user's
-function, find the compressed calls in it (`revise.py`) and evaluate those with an
-instrument between residuals and their actions (`instrument.py`).
+function, find the compressed calls in it (`replace_calls.py`) and evaluate those with
+an instrument that stores the residuals (`instrument.py`).
 """
 
 from jaxact._measure.sensitivity import sensitivity as sensitivity

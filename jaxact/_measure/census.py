@@ -1,7 +1,7 @@
-"""Which residuals the backward pass of a program has rounded, and how many of each."""
+"""Count the residuals that a program's backward pass has rounded."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +10,14 @@ from jaxact._bits.cost import Cost, levels_variance
 from jaxact._codec import Action
 from jaxact._jaxpr.compat import open_jaxpr
 from jaxact._jaxpr.rewrite import without_unused
+from jaxact._jaxpr.types import Array, Eqn, Jaxpr, PyTree
 from jaxact._plan.forward import active_of, with_active
 from jaxact._plan.mark import mark_p
 from jaxact._trace import Flat, is_inexact
 
 
 class Rounded(NamedTuple):
-    """The residuals of one key.
+    """The residuals that share a key.
 
     Attributes:
       size: elements, over all copies.
@@ -36,44 +37,44 @@ class Rounded(NamedTuple):
 
 
 def census(
-    flat: Flat, values: Sequence[Any], active: Sequence[bool]
+    flat: Flat, values: Sequence[Array], active: Sequence[bool]
 ) -> tuple[Rounded, ...]:
     """The residuals rounded for the derivative with respect to the active values.
 
     Also those inside `jax.checkpoint`, which exist only in the backward pass.
     """
 
-    def derivative(values: Sequence[Any]) -> Any:
-        def of_active(some: Sequence[Any]) -> list[Any]:
-            full = with_active(values, active, some)
-            return [x for x in flat(*full) if is_inexact(x)]
+    def derivative(values: Sequence[jax.Array]) -> PyTree:
+        def of_active(weights: Sequence[jax.Array]) -> list[jax.Array]:
+            inputs = with_active(values, active, weights)
+            return [x for x in flat(*inputs) if is_inexact(x)]
 
         out, vjp = jax.vjp(of_active, active_of(values, active))
         return vjp([jnp.ones_like(x) for x in out])
 
     jaxpr, _ = open_jaxpr(jax.make_jaxpr(derivative)(list(values)))
-    found: dict[str, Rounded] = {}
-    # A checkpoint's forward pass has marks too, of what it does not keep.
+    rounded: dict[str, Rounded] = {}
+    # A checkpoint's forward pass also marks residuals that it does not keep.
     for eqn, copies in _marks(without_unused(jaxpr), 1):
         decision, aval = eqn.params["decision"], eqn.outvars[0].aval
         bits, key = _bits(decision.action), decision.residual.key
         if bits is not None:
-            before = found[key].size if key in found else 0
+            before = rounded[key].size if key in rounded else 0
             size = before + aval.size * copies
-            found[key] = Rounded(key, size, aval.dtype.itemsize, bits)
-    return tuple(found.values())
+            rounded[key] = Rounded(key, size, aval.dtype.itemsize, bits)
+    return tuple(rounded.values())
 
 
-def _marks(jaxpr: Any, copies: int) -> Iterator[tuple[Any, int]]:
+def _marks(jaxpr: Jaxpr, copies: int) -> Iterator[tuple[Eqn, int]]:
     for eqn in jaxpr.eqns:
         if eqn.primitive is mark_p:
             yield eqn, copies
-        inside = copies * eqn.params.get("length", 1)
+        repeated = copies * eqn.params.get("length", 1)
         for param in eqn.params.values():
             for body in param if isinstance(param, tuple | list) else (param,):
-                found, _ = open_jaxpr(body)
-                if hasattr(found, "eqns"):
-                    yield from _marks(found, inside)
+                inner, _ = open_jaxpr(body)
+                if hasattr(inner, "eqns"):
+                    yield from _marks(inner, repeated)
 
 
 def _bits(action: Action) -> int | None:

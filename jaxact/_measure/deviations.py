@@ -1,57 +1,56 @@
-"""How one equation passes the random errors of its operands on.
+"""Pass random errors in an equation's operands on to its results.
 
-The error of a value is a sum of deviation * unit noise over the *sources* that it
-carries: a noisy input and the path its elements took. All unit noise has mean 0 and
-variance 1, and that of different elements or sources counts as independent. Deviations
-have a sign, so that paths which meet again element by element, as the terms of a
-recomputed derivative do, add up or cancel exactly.
+A value's error is a sum, deviation * unit noise, over the *sources* that it carries: a
+noisy input and the path its elements took. All unit noise has mean 0 and variance 1,
+and counts as independent between different elements or sources. Deviations have a sign,
+so that paths which meet again element by element, as the terms of a recomputed
+derivative do, add up or cancel exactly.
 
-Exact to first order for elementwise equations and for moves of elements. What a sum
-makes of a source is a source of its own, independent of everything else, and the copies
-that a broadcast makes of an element count as independent in a later sum. These two
-approximations err by up to 2 / (elements of a statistic) for a norm; the noise of a
-softmax's rounded exponentials comes out 1 to 6 % too large at 4 bits and more, up to
-18 % at 2 bits where a few of a row's weights dominate.
+Exact to first order for elementwise equations and where elements only move. A sum over
+a source becomes a source by itself, independent from everything else, and the copies
+from a broadcast count as independent in a later sum. These two approximations err by
+up to 2 / (elements in a statistic) for a norm; noise from a softmax's rounded
+exponentials comes out 1 to 6 % too large at 4 bits and more, up to 18 % at 2 bits where
+a few weights dominate a row.
 
 Products of two errors are left out. A norm's backward reads its normalized value twice:
-the noise of its input's gradient comes out too small by about half the variance of that
+its input's gradient comes out with too little noise by about half the variance of that
 value's error, 4 % for 0.1.
 """
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxact._jaxpr.evaluate import bind
+from jaxact._jaxpr.primitives import CASTS, COPIES, JOINS, RESHAPES, SELECTIONS
 from jaxact._jaxpr.read import is_literal
+from jaxact._jaxpr.types import Array, Eqn, Params
 
-# (noisy input, path) -> deviation of each element, float32
-Deviations = dict[tuple[int, Hashable], jax.Array]
+# (noisy input, path) -> each element's deviation, float32
+Deviations: TypeAlias = dict[tuple[int, Hashable], jax.Array]
 
-# Move or copy elements; a path tells equal moves of one source.
-_MOVES = frozenset(
-    "reshape transpose squeeze expand_dims broadcast_in_dim rev slice pad concatenate "
-    "split dynamic_slice dynamic_update_slice gather".split()
-)
+# Move or copy elements; a path tells a source's equal moves.
+_MOVES = RESHAPES | SELECTIONS | JOINS | {"dynamic_update_slice"}
 _SUMS = frozenset("reduce_sum cumsum reduce_window_sum".split())
 
 # (operands, result, parameters) -> derivative with respect to one operand
-_Slope = Callable[[Sequence[jax.Array], jax.Array, dict[str, Any]], Any]
+_Slope: TypeAlias = Callable[[Sequence[jax.Array], jax.Array, Params], Array | float]
 
 
-def _one(xs: Any, y: Any, params: Any) -> Any:
+def _one(xs: Sequence[jax.Array], y: jax.Array, params: Params) -> float:
     return 1.0
 
 
-def _minus_one(xs: Any, y: Any, params: Any) -> Any:
+def _minus_one(xs: Sequence[jax.Array], y: jax.Array, params: Params) -> float:
     return -1.0
 
 
-# For each operand; None: not followed. At a kink the derivative of one side.
+# For each operand; None: not followed. At a kink the derivative from one side.
 _SLOPES: dict[str, tuple[_Slope | None, ...]] = {
     "neg": (_minus_one,),
     "add": (_one, _one),
@@ -79,23 +78,19 @@ _SLOPES: dict[str, tuple[_Slope | None, ...]] = {
     "erf": (lambda xs, y, p: 2 / math.sqrt(math.pi) * jnp.exp(-xs[0] * xs[0]),),
     "sin": (lambda xs, y, p: jnp.cos(xs[0]),),
     "cos": (lambda xs, y, p: -jnp.sin(xs[0]),),
-    "convert_element_type": (_one,),
-    "reduce_precision": (_one,),
-    "copy": (_one,),
-    "copy_p": (_one,),
-    "name": (_one,),
+    **dict.fromkeys(CASTS | COPIES - {"stop_gradient", "sharding_constraint"}, (_one,)),
 }
 
 FOLLOWED = _MOVES | _SUMS | _SLOPES.keys() | {"select_n", "optimization_barrier"}
 
 
 def pass_on(
-    eqn: Any,
-    inputs: Sequence[Any],
-    outputs: Sequence[jax.Array],
+    eqn: Eqn,
+    inputs: Sequence[Array],
+    outputs: Sequence[Array],
     operands: Sequence[Deviations],
 ) -> list[Deviations] | None:
-    """Deviations of the outputs, given those of the operands; None: not known."""
+    """The outputs' deviations, given the operands'; None: not known."""
     name = eqn.primitive.name
     if name == "optimization_barrier":
         return list(operands)
@@ -110,15 +105,15 @@ def pass_on(
     if name == "select_n":
         return _move(eqn, inputs, operands, lambda path: path)
     if name in _MOVES:
-        # Where an array of indices says what moves, no other equation moves the same.
+        # With an array of indices, as an embedding has, no other equation moves alike.
         is_static = all(map(_is_floating, inputs))
-        how = (name, str(eqn.params)) if is_static else eqn.outvars[0]
-        return _move(eqn, inputs, operands, lambda path: (path, how))
+        move = (name, str(eqn.params)) if is_static else eqn.outvars[0]
+        return _move(eqn, inputs, operands, lambda path: (path, move))
     return None
 
 
 def variances(errors: Deviations) -> dict[int, jax.Array]:
-    """For each noisy input the variance that it adds to each element."""
+    """By noisy input, the variance that it adds to each element."""
     out: dict[int, jax.Array] = {}
     for (source, _), deviation in errors.items():
         square = deviation * deviation
@@ -127,27 +122,27 @@ def variances(errors: Deviations) -> dict[int, jax.Array]:
 
 
 def _elementwise(
-    eqn: Any, inputs: Sequence[Any], output: jax.Array, operands: Sequence[Deviations]
+    eqn: Eqn, inputs: Sequence[Array], output: Array, operands: Sequence[Deviations]
 ) -> list[Deviations] | None:
     xs = [jnp.asarray(x).astype(jnp.float32) for x in inputs]
-    y, out = output.astype(jnp.float32), {}
+    y, out = jnp.asarray(output).astype(jnp.float32), {}
     slopes = _SLOPES[eqn.primitive.name]
     for slope, errors in zip(slopes, operands, strict=True):
         if not errors:
             continue
         if slope is None:
             return None
-        by = jnp.asarray(slope(xs, y, eqn.params), jnp.float32)
+        derivative = jnp.asarray(slope(xs, y, eqn.params), jnp.float32)
         for key, deviation in errors.items():
             # An operand may be a scalar where the result is not.
-            term = jnp.broadcast_to(by * deviation, y.shape)
+            term = jnp.broadcast_to(derivative * deviation, y.shape)
             out[key] = out[key] + term if key in out else term
     return [out]
 
 
 def _move(
-    eqn: Any,
-    inputs: Sequence[Any],
+    eqn: Eqn,
+    inputs: Sequence[Array],
     operands: Sequence[Deviations],
     path_after: Callable[[Hashable], Hashable],
 ) -> list[Deviations]:
@@ -160,13 +155,13 @@ def _move(
             else x
             for x, errors in zip(inputs, operands, strict=True)
         ]
-        for place, deviation in zip(out, bind(eqn, moved), strict=True):
-            place[source, path_after(path)] = deviation
+        for errors, deviation in zip(out, bind(eqn, moved), strict=True):
+            errors[source, path_after(path)] = deviation
     return out
 
 
-def _sum(eqn: Any, operands: Sequence[Deviations]) -> list[Deviations]:
-    """Variances of independent errors add."""
+def _sum(eqn: Eqn, operands: Sequence[Deviations]) -> list[Deviations]:
+    """Independent errors add their variances."""
     out: Deviations = {}
     for source, variance in variances(operands[0]).items():
         (total,) = bind(eqn, [variance])
@@ -174,8 +169,11 @@ def _sum(eqn: Any, operands: Sequence[Deviations]) -> list[Deviations]:
     return [out]
 
 
-def _tells_infinity_or_nan(eqn: Any) -> bool:
-    """Whether it only asks what a rounding error does not change."""
+def _tells_infinity_or_nan(eqn: Eqn) -> bool:
+    """Whether the results are the same for rounded operands.
+
+    So in the guards that a softmax or a logsumexp has against infinite maxima.
+    """
     if eqn.primitive.name == "is_finite":
         return True
     if eqn.primitive.name not in ("eq", "ne"):
@@ -185,5 +183,5 @@ def _tells_infinity_or_nan(eqn: Any) -> bool:
     return a is b or any(not math.isfinite(x) for x in literals)
 
 
-def _is_floating(x: Any) -> bool:
+def _is_floating(x: Array) -> bool:
     return jnp.issubdtype(jnp.result_type(x), jnp.floating)

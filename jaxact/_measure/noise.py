@@ -1,4 +1,4 @@
-"""How much variance the rounding of each residual adds to what backward computes.
+"""The variance that rounding each residual adds to a backward pass's results.
 
 Rounded residuals add E||error||^2 to a gradient, and that number decides their bits
 (ActNN, Chen et al. 2021, arXiv:2104.14129; AC-GC, Evans and Aamodt, NeurIPS 2021).
@@ -6,16 +6,18 @@ There each layer has its own formula. Here one walk over the backward program fi
 the program is linear in the cotangents, so an error can be followed from the residual,
 through cheap equations, to the product that it enters.
 
-The *targets*, where noise is measured: the product of a residual with a cotangent, by a
-matmul or a convolution (a weight's gradient; both gradients of an attention); what a
-cotangent became by cheap equations, where a matmul, a convolution or something not
-understood reads it next (the gradient at a norm's or an activation's input); an output.
+The *targets*, where noise is measured:
+- the product between a residual and a cotangent, by a matmul or a convolution (a
+  weight's gradient; both gradients in an attention);
+- a cotangent after cheap equations, where a matmul, a convolution or something not
+  understood reads it next (the gradient at the input to a norm or an activation);
+- an output.
 Noise is not followed past its first target.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +26,7 @@ from jax import lax
 from jaxact._jaxpr.compat import open_jaxpr
 from jaxact._jaxpr.evaluate import bind, value_of
 from jaxact._jaxpr.flow import flow
-from jaxact._jaxpr.primitives import MATMULS
+from jaxact._jaxpr.primitives import JITS, MATMULS
 from jaxact._jaxpr.read import call_body, is_float, is_literal, variables_in
 from jaxact._jaxpr.rewrite import (
     Body,
@@ -34,6 +36,7 @@ from jaxact._jaxpr.rewrite import (
     new_variable,
     prune,
 )
+from jaxact._jaxpr.types import Array, Eqn, Jaxpr, Params, Var
 from jaxact._measure.deviations import (
     FOLLOWED,
     Deviations,
@@ -43,13 +46,13 @@ from jaxact._measure.deviations import (
 
 
 class Noise(NamedTuple):
-    """What the errors of one input do, summed over their targets; float32 scalars.
+    """The noise from one input, summed over its targets; float32 scalars.
 
     Attributes:
-      added: expected squared norm of the error. Exact for matmuls and convolutions of
-        the input and for what moves its elements; first order through nonlinear
-        equations; `deviations` says what else is approximate.
-      signal: squared norm of what the error is added to.
+      added: expected squared norm of the error. Exact where the input enters a matmul
+        or a convolution and where its elements move; first order through nonlinear
+        equations; `deviations` names the other approximations.
+      signal: squared norm of the targets without the error.
     """
 
     added: jax.Array
@@ -57,34 +60,35 @@ class Noise(NamedTuple):
 
 
 def evaluate_with_noise(
-    jaxpr: Any,
-    consts: Sequence[Any],
-    values: Sequence[Any],
-    variances: Mapping[int, Any],
+    jaxpr: Jaxpr,
+    consts: Sequence[Array],
+    values: Sequence[Array],
+    variances: Mapping[int, Array],
     *,
     cotangents: Collection[int],
-) -> tuple[list[Any], dict[int, Noise | None]]:
-    """Evaluate a backward program and measure the noise of its inputs.
+) -> tuple[list[jax.Array], dict[int, Noise | None]]:
+    """Evaluate a backward program and measure the noise from its inputs.
 
     Args:
       jaxpr: the program, linear in its cotangents.
-      consts, values: one for each of its constants and inputs.
-      variances: for each noisy input, by number, the variance of the error of each of
-        its elements, in a shape that broadcasts to the input's. The errors have mean 0
-        and are independent of each other.
+      consts, values: one for each constant and each input.
+      variances: by the number of a noisy input, the variance of its elements' errors,
+        in a shape that broadcasts to the input's. The errors have mean 0 and are
+        independent.
       cotangents: the numbers of the inputs that are cotangents.
 
     Returns:
-      What `eval_jaxpr` returns, by the same operations (under jit; outside, calls are
-      evaluated equation by equation), and the noise of each noisy input: None where it
-      is not known, because the input reaches no target, or something not understood
-      reads it (a loop, a comparison, a matmul that computes an activation again).
+      The outputs, by the same operations as from `eval_jaxpr` (under jit; outside,
+      calls are evaluated equation by equation), and the noise by noisy input: None
+      where it is not known, because the input reaches no target, or something not
+      understood reads it (a loop, a comparison, a matmul that recomputes an
+      activation).
     """
-    flat, more = flatten(jaxpr, _body)
+    flat, new_consts = flatten(jaxpr, _body)
     flat = prune(flat, flat.outvars)
     products = _find_products(flat, cotangents)
     walk = _Walk(products, _find_targets(flat, products))
-    env = dict(zip(flat.constvars, [*consts, *more], strict=True))
+    env = dict(zip(flat.constvars, [*consts, *new_consts], strict=True))
     env |= dict(zip(flat.invars, values, strict=True))
     for i, variance in variances.items():
         v = flat.invars[i]
@@ -104,18 +108,18 @@ class _Walk:
     Attributes:
       products: variables that depend on a cotangent.
       targets: variables at which noise is measured.
-      errors: of the variables so far.
-      measured: what each noisy input has added so far.
+      errors: the errors in the variables so far.
+      measured: by noisy input, the noise at the targets so far.
       lost: noisy inputs that something not understood reads.
     """
 
-    products: set[Any]
-    targets: set[Any]
-    errors: dict[Any, Deviations] = field(default_factory=dict)
+    products: set[Var]
+    targets: set[Var]
+    errors: dict[Var, Deviations] = field(default_factory=dict)
     measured: dict[int, Noise] = field(default_factory=dict)
     lost: set[int] = field(default_factory=set)
 
-    def arrive(self, v: Any, value: Any, errors: Deviations) -> None:
+    def arrive(self, v: Var, value: Array, errors: Deviations) -> None:
         """Measure the errors of a variable if it is a target, or keep them."""
         if v in self.targets:
             energies = {i: jnp.sum(x) for i, x in variances_of(errors).items()}
@@ -123,43 +127,48 @@ class _Walk:
         if v not in self.targets or v not in self.products:
             self.errors[v] = errors
 
-    def step(self, eqn: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+    def step(self, eqn: Eqn, inputs: Sequence[Array], outputs: Sequence[Array]) -> None:
         """Follow errors through one equation."""
         operands = [{} if is_literal(v) else self.errors.get(v, {}) for v in eqn.invars]
         if not any(operands):
             return
         if eqn.primitive.name in MATMULS:
-            for place, errors in enumerate(operands):
-                self._meet(eqn, place, inputs, outputs[0], errors)
+            for side, errors in enumerate(operands):
+                self._meet(eqn, side, inputs, outputs[0], errors)
             return
-        after = pass_on(eqn, inputs, outputs, operands)
-        if after is None:
+        results = pass_on(eqn, inputs, outputs, operands)
+        if results is None:
             self._lose(*operands)
             return
-        for v, value, errors in zip(eqn.outvars, outputs, after, strict=True):
+        for v, value, errors in zip(eqn.outvars, outputs, results, strict=True):
             if errors:
                 self.arrive(v, value, errors)
 
     def totals(self, noisy: Collection[int]) -> dict[int, Noise | None]:
-        """The noise of each noisy input."""
+        """The noise by noisy input."""
         return {i: None if i in self.lost else self.measured.get(i) for i in noisy}
 
     def _meet(
-        self, eqn: Any, place: int, inputs: Sequence[Any], out: Any, errors: Deviations
+        self,
+        eqn: Eqn,
+        side: int,
+        inputs: Sequence[Array],
+        product: Array,
+        errors: Deviations,
     ) -> None:
-        """Measure what an operand's errors do to its product with a cotangent."""
-        if eqn.invars[1 - place] not in self.products:
-            self._lose(errors)  # an activation is computed again
+        """Measure the noise that an operand adds to its product with a cotangent."""
+        if eqn.invars[1 - side] not in self.products:
+            self._lose(errors)  # a matmul that recomputes an activation
             return
         energy = {"dot_general": _dot_energy, "conv_general_dilated": _conv_energy}
-        other = _squares(inputs[1 - place])
+        other = _squares(inputs[1 - side])
         energies: dict[int, jax.Array] = {}
         for i, variance in variances_of(errors).items():
-            pair = (variance, other) if place == 0 else (other, variance)
+            pair = (variance, other) if side == 0 else (other, variance)
             energies[i] = energy[eqn.primitive.name](eqn.params, *pair)
-        self._measure(energies, out)
+        self._measure(energies, product)
 
-    def _measure(self, energies: Mapping[int, jax.Array], value: Any) -> None:
+    def _measure(self, energies: Mapping[int, jax.Array], value: Array) -> None:
         if not energies:
             return
         signal = jnp.sum(_squares(value))
@@ -171,23 +180,23 @@ class _Walk:
         self.lost.update(i for errors in operands for i, _ in errors)
 
 
-def _dot_energy(params: Any, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    """The sum over the elements of a `dot_general`, without computing them."""
+def _dot_energy(params: Params, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    """The sum over all elements of a `dot_general`, without computing them."""
     contracting, batch = params["dimension_numbers"]
 
-    def of_paired_axes(x: jax.Array, side: int) -> jax.Array:
+    def sum_free_axes(x: jax.Array, side: int) -> jax.Array:
         paired = (*batch[side], *contracting[side])
         free = [a for a in range(x.ndim) if a not in paired]
         return x.transpose(*paired, *free).sum(tuple(range(len(paired), x.ndim)))
 
-    return jnp.sum(of_paired_axes(lhs, 0) * of_paired_axes(rhs, 1))
+    return jnp.sum(sum_free_axes(lhs, 0) * sum_free_axes(rhs, 1))
 
 
-def _conv_energy(params: Any, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    """The sum over the elements of a convolution, without computing them.
+def _conv_energy(params: Params, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    """The sum over all elements of a convolution, without computing them.
 
-    Linear in each operand: operands are summed over what only tells outputs apart, and
-    one output channel for each group is left of the convolution.
+    It is linear in each operand: operands are summed over the axes that only tell
+    outputs apart, and the convolution has one output channel for each group.
     """
     numbers, copied = params["dimension_numbers"], ("feature_group_count",)
     copied += ("batch_group_count", "padding", "lhs_dilation", "rhs_dilation")
@@ -203,41 +212,41 @@ def _conv_energy(params: Any, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
 
 
 def _sum_in_groups(x: jax.Array, axis: int, groups: int) -> jax.Array:
-    """Sum each of `groups` consecutive parts of an axis to one element."""
+    """Cut an axis into `groups` consecutive parts and sum each to one element."""
     return x.reshape(*x.shape[:axis], groups, -1, *x.shape[axis + 1 :]).sum(axis + 1)
 
 
-def _squares(x: Any) -> jax.Array:
+def _squares(x: Array) -> jax.Array:
     return jnp.square(jnp.asarray(x).astype(jnp.float32))
 
 
-def _deviation(i: int, v: Any, variance: Any) -> jax.Array:
+def _deviation(i: int, v: Var, variance: Array) -> jax.Array:
     shape = tuple(v.aval.shape)
     if not is_float(v):
         raise ValueError(
             f"variances[{i}] is given for an input of dtype {v.aval.dtype}, which has "
             "no rounding error. Give variances of floating inputs only."
         )
-    given = jnp.shape(variance)
-    padded = (1,) * (len(shape) - len(given)) + given
+    variance_shape = jnp.shape(variance)
+    padded = (1,) * (len(shape) - len(variance_shape)) + variance_shape
     if len(padded) > len(shape) or any(
         m not in (1, n) for m, n in zip(padded, shape, strict=True)
     ):
         raise ValueError(
-            f"variances[{i}] has shape {given}, which does not broadcast "
+            f"variances[{i}] has shape {variance_shape}, which does not broadcast "
             f"to the input's shape {shape}. Give one variance for each element, or one "
             "for each of some axes that are 1 elsewhere."
         )
     return jnp.broadcast_to(jnp.sqrt(jnp.asarray(variance, jnp.float32)), shape)
 
 
-def _find_products(jaxpr: Any, cotangents: Collection[int]) -> set[Any]:
+def _find_products(jaxpr: Jaxpr, cotangents: Collection[int]) -> set[Var]:
     facts = [int(i in cotangents) for i in range(len(jaxpr.invars))]
     return {v for v, depends in flow(jaxpr, facts).items() if depends}
 
 
-def _find_targets(jaxpr: Any, products: set[Any]) -> set[Any]:
-    """Outputs, and products that an equation reads through which none is followed."""
+def _find_targets(jaxpr: Jaxpr, products: set[Var]) -> set[Var]:
+    """Outputs, and products where an equation reads them that ends the walk."""
     read = {
         v
         for eqn in jaxpr.eqns
@@ -247,23 +256,23 @@ def _find_targets(jaxpr: Any, products: set[Any]) -> set[Any]:
     return (read & products) | set(variables_in(jaxpr.outvars))
 
 
-def _body(eqn: Any) -> Body | None:
-    """What of a program is inlined: all calls with one body."""
+def _body(eqn: Eqn) -> Body | None:
+    """The body of a call, to be inlined; None for any other equation."""
     body = inlinable_body(eqn)
     closed = None if eqn.effects else call_body(eqn)
-    if body is not None or closed is None or eqn.primitive.name in ("jit", "pjit"):
+    if body is not None or closed is None or eqn.primitive.name in JITS:
         return body
     jaxpr, consts = open_jaxpr(closed)
     constants = tuple(zip(jaxpr.constvars, consts, strict=True))
     inputs, eqns = jaxpr.invars, jaxpr.eqns
     if eqn.params.get("differentiated") and eqn.params.get("prevent_cse"):
-        # What a checkpoint recomputes starts behind a barrier, as in its own lowering.
+        # A checkpoint recomputes behind a barrier, as in its own lowering.
         outside = [new_variable(v.aval) for v in inputs]
         eqns, inputs = [*_barrier(eqn, outside, inputs), *eqns], outside
     return Body(inputs, eqns, jaxpr.outvars, constants)
 
 
-def _barrier(like: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> Iterator[Any]:
+def _barrier(like: Eqn, inputs: Sequence[Var], outputs: Sequence[Var]) -> Iterator[Eqn]:
     traced, _ = open_jaxpr(jax.make_jaxpr(lax.optimization_barrier)(0.0))
     if inputs:
         primitive = traced.eqns[0].primitive

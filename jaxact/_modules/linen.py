@@ -13,6 +13,7 @@ import jax
 from flax.core import Scope, lift
 
 from jaxact._engine.call import call_compressed, seed_from
+from jaxact._jaxpr.types import Array
 from jaxact._modules.adapter import NOISE_STREAM, require_call
 from jaxact._policy import Policy
 from jaxact._residual import join_paths
@@ -61,7 +62,7 @@ def _lift(
             repack: Callable[[Scope], object],
             variables: object,
             rngs: object,
-            seed: jax.typing.ArrayLike,
+            seed: Array,
             module: str,
             *args: object,
             **kwargs: object,

@@ -37,7 +37,7 @@ class CompressedCall:
     prefix: str
 
 
-def mark_call(seed: jax.Array, call: CompressedCall) -> jax.Array:
+def mark_call(seed: Array, call: CompressedCall) -> jax.Array:
     """A compressed call's seed, marked as such."""
     return call_p.bind(seed, call=call)
 

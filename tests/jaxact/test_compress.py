@@ -127,6 +127,40 @@ def test_other_derivatives_raise(derivative):
         derivative(small)
 
 
+@pytest.mark.parametrize(
+    "derivative",
+    [
+        lambda f: jax.jvp(f, (X,), (X,)),
+        lambda f: jax.jacfwd(f)(X),
+        lambda f: jax.jvp(jax.vmap(f), (X[None],), (X[None],)),
+        lambda f: jax.jvp(lambda x: f(x).sum(), (X,), (X,)),
+    ],
+    ids=["jvp", "jacfwd", "vmap", "sum"],
+)
+def test_forward_mode_is_refused_by_name(derivative):
+    def gate(x):
+        return jnp.tanh(x) * x
+
+    with pytest.raises(TypeError, match="jaxact: forward-mode .* compressed .*gate"):
+        derivative(jaxact.compress(gate))
+
+
+def test_other_type_errors_are_not_taken_for_forward_mode():
+    class Broken(jaxact.Codec):
+        bias, bits = jaxact.Bias.UNBIASED, 4
+
+        def encode(self, x, seed):
+            raise TypeError("broken codec")
+
+        def decode(self, stored, shape, dtype):
+            return stored
+
+    rule = jaxact.Rule(Broken(), where=lambda r: True)
+    broken = jaxact.compress(lambda x: jnp.tanh(x) * x, policy=Policy(rules=(rule,)))
+    with pytest.raises(TypeError, match="^broken codec"):
+        jax.grad(lambda x: broken(x).sum())(X)
+
+
 def test_exact_policies_allow_second_order():
     f = lambda x: (jnp.tanh(x) * x).sum()
     small = jaxact.compress(f, policy=Policy(default=Exact()))

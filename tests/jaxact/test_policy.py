@@ -1,5 +1,8 @@
 """Rules: first match wins, each condition narrows, bad requests say what to do."""
 
+from pathlib import Path
+
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -178,6 +181,51 @@ def test_compressing_nothing_is_reported():
         gradient(small, P, X)
     table = jaxact.residuals(mlp, P, X)
     assert table.ratio == 1 and "nothing is compressed" in str(table)
+
+
+def warned_line(record):
+    """The text of the line in this file that a warning points at."""
+    (warning,) = record
+    assert warning.filename == __file__
+    return Path(__file__).read_text().splitlines()[warning.lineno - 1]
+
+
+def test_a_warning_points_at_the_call():
+    small = jaxact.compress(lambda p, x: x @ p)
+
+    def loss(p, x):
+        return small(p, x).sum()  # called here
+
+    with pytest.warns(jaxact.CompressionWarning) as record:
+        jax.grad(loss)(P, X)
+    assert warned_line(record).endswith("# called here")
+
+
+def test_a_warning_points_at_the_derivative_of_a_jitted_call():
+    small = jax.jit(jaxact.compress(lambda p, x: x @ p))
+    loss = lambda p, x: small(p, x).sum()  # traced here, and differentiated
+    with pytest.warns(jaxact.CompressionWarning) as record:
+        jax.jit(jax.grad(loss))(P, X)
+    assert warned_line(record).endswith("# traced here, and differentiated")
+
+
+def test_a_warning_points_at_the_call_in_a_module():
+    @jaxact.compress(policy=Policy(rules=(Rule(Exact(), name="nothing"),)))
+    class Linear(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return x @ self.param("w", lambda _: P)
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return Linear()(x)  # called here
+
+    net = Net()
+    variables = net.init(jax.random.key(0), X)
+    with pytest.warns(jaxact.CompressionWarning) as record:
+        jax.grad(lambda v: net.apply(v, X).sum())(variables)
+    assert warned_line(record).endswith("# called here")
 
 
 def test_asking_for_nothing_is_not_reported():

@@ -259,3 +259,19 @@ def check_eight_devices():
 
 if __name__ == "__main__":
     check_eight_devices()
+
+
+def test_a_measured_call_has_the_barriers_of_a_compressed_one():
+    """One after the forward pass, one before and one after the backward pass."""
+
+    def barriers(gradient, *args):  # outside the codec, which has some of its own
+        eqns = jax.make_jaxpr(gradient)(*args).jaxpr.eqns
+        return sum(e.primitive.name == "optimization_barrier" for e in eqns)
+
+    def loss(w, x):
+        return packed(w, x).sum()
+
+    measured = jaxact.telemetry(loss)
+    probe = measured.probe(W[0], X)
+    assert barriers(jax.grad(loss), W[0], X) == 3
+    assert barriers(jax.grad(measured, (0, 1)), probe, W[0], X) == 3
