@@ -300,7 +300,12 @@ ACTIONS = {
 
 @pytest.mark.parametrize("policy, bias", ACTIONS.values(), ids=ACTIONS)
 def test_labels_of_actions(policy, bias):
-    assert biases(jnp.square, **policy) == bias
+    assert biases(jnp.sin, **policy) == bias
+
+
+def test_a_square_is_recomputed_without_bias():
+    """Its slope, 2 y, is linear in the product y that the policy saves."""
+    assert biases(jnp.square, recompute=save.dots_saveable) == "unbiased"
 
 
 # Weights that a plain function takes apart are referenced, not stored.
