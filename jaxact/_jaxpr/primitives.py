@@ -75,8 +75,8 @@ CUSTOM_VJPS = frozenset(["custom_vjp_call", "custom_vjp_call_jaxpr"])
 CUSTOM_RULES = CHECKPOINTS | CUSTOM_VJPS
 # The parameter with a call's body, whose inputs and outputs are the call's own.
 CALL_BODIES = {
-    **dict.fromkeys([*JITS, "eval_jaxpr", *CHECKPOINTS], "jaxpr"),
-    **dict.fromkeys(["closed_call", "core_call"], "call_jaxpr"),
+    **dict.fromkeys([*JITS, *CHECKPOINTS], "jaxpr"),
+    **dict.fromkeys(["closed_call", "core_call", "eval_jaxpr"], "call_jaxpr"),
     **dict.fromkeys(["custom_jvp_call", "custom_vjp_call"], "call_jaxpr"),
     "custom_vjp_call_jaxpr": "fun_jaxpr",
 }
