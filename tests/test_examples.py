@@ -59,6 +59,7 @@ def test_quickstart_learns_the_digits():
     assert mib(packed[3]) <= mib(plain[3])
 
 
+@pytest.mark.slow
 def test_quickstart_reads_a_file(tmp_path):
     rng = np.random.default_rng(0)
     images = rng.integers(0, 256, (24, 8, 8, 3), np.uint8)
@@ -138,7 +139,9 @@ def test_models_have_their_published_sizes():
     assert count(jax.eval_shape(init, jax.random.key(0), image)["params"]) == 25_557_032
 
 
-@pytest.mark.parametrize("recompute_attention", [False, True])
+@pytest.mark.parametrize(
+    "recompute_attention", [pytest.param(False, marks=pytest.mark.slow), True]
+)
 def test_a_scanned_gpt_is_the_unrolled_one(recompute_attention):
     from examples.models.gpt import GPT
 
@@ -261,6 +264,7 @@ def test_a_range_per_tensor(monkeypatch):
 SYSTEMS = "benchmarks/systems.py", "--small", "--tasks", "gcn", "--seeds"
 
 
+@pytest.mark.slow
 def test_systems_compares_and_goes_on_where_it_stopped(tmp_path):
     pytest.importorskip("sklearn")
     resume = "--resume", tmp_path / "runs.jsonl"

@@ -31,6 +31,7 @@ from support.linen_modules import (
     Layer,
     Scan,
     Stack,
+    every_lift,
     every_mode,
     every_variant,
     in_mode,
@@ -73,7 +74,7 @@ def jitted(variant):
 
 # Flax compiles the initializers of a scan, in two programs that fuse differently.
 @pytest.mark.unoptimized(False)
-@every_variant
+@every_lift
 def test_init_gives_the_same_parameters_under_the_same_names(variant):
     assert same(init(variant.make(packed)), init(variant.make(plain)))
 
@@ -269,11 +270,16 @@ def whole_batch(grad, params, stats, batches):
     return grad(params, stats, batches.reshape(-1, WIDTH))
 
 
-@pytest.mark.parametrize("optimizer", [
-    optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)),
-    optax.MultiSteps(optax.sgd(1e-2, momentum=0.9), 2),
-], ids=["chain", "multi-steps"])  # fmt: skip
-@pytest.mark.parametrize("accumulate", [whole_batch, accumulate_by_scan])
+CHAIN = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
+MULTI_STEPS = optax.MultiSteps(optax.sgd(1e-2, momentum=0.9), 2)
+
+
+@pytest.mark.parametrize("optimizer, accumulate", [
+    pytest.param(MULTI_STEPS, accumulate_by_scan, id="multi-steps-scan"),
+    pytest.param(CHAIN, whole_batch, id="chain-whole"),
+    pytest.param(CHAIN, accumulate_by_scan, id="chain-scan", marks=pytest.mark.slow),
+    pytest.param(MULTI_STEPS, whole_batch, id="multi-whole", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_training_with_donated_state(optimizer, accumulate):
     batches = data().reshape(2, -1, WIDTH)
 

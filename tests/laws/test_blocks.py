@@ -62,7 +62,8 @@ def test_every_row_says_what_it_does_to_gradients(block):
     said = {type(r.action): set() for r in table(block).rows}
     for row in table(block).rows:
         said[type(row.action)].add(row.bias)
-    assert said.pop(Quantize) == {"unbiased"}
+    # Used once; or twice on one path, as by a softmax or a norm.
+    assert said.pop(Quantize) <= {"unbiased", "unbiased to first order"}
     assert all(biases == {"exact"} for biases in said.values())
 
 

@@ -201,13 +201,29 @@ VARIANTS = [
     Variant("arguments", lambda wrap: Caller(wrap(Arguments))),
 ]
 every_variant = pytest.mark.parametrize("variant", VARIANTS, ids=str)
+# How parameters are named and initialized: a lifted class, methods, a class in another.
+LIFTS = ("around-scan", "setup-methods", "nested")
+
+
+def _slow_unless(variant, names):
+    return () if variant.name in names else (pytest.mark.slow,)
+
+
+every_lift = pytest.mark.parametrize(
+    "variant",
+    [pytest.param(v, id=str(v), marks=_slow_unless(v, LIFTS)) for v in VARIANTS],
+)
 # Op by op is slow; how a class is lifted does not change it.
 OP_BY_OP = ("class", "around-scan", "nested")
 every_mode = pytest.mark.parametrize(
     "variant, mode",
     [
         *(pytest.param(v, "jitted", id=f"{v}-jitted") for v in VARIANTS),
-        *(pytest.param(v, "op", id=f"{v}-op") for v in VARIANTS if v.name in OP_BY_OP),
+        *(
+            pytest.param(v, "op", id=f"{v}-op", marks=_slow_unless(v, ("nested",)))
+            for v in VARIANTS
+            if v.name in OP_BY_OP
+        ),
     ],
 )
 
