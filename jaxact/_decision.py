@@ -26,6 +26,7 @@ class Reason(enum.Enum):
     DIVIDED_BY = "something is divided by it, or its logarithm or root is taken"
     ARGUMENT = "an argument: there is nothing to recompute it from"
     SIDE_EFFECT = "not recomputed: that would repeat a side effect"
+    CARRIED = "a scan's carry, kept exactly for each step"
     OUTSIDE = "not in a compressed call"
 
 

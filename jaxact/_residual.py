@@ -35,6 +35,7 @@ class Residual:
       number: how many equations with its primitive and path come before its own.
       is_normalized: whether it is stored through a normalization over channels, such
         as BatchNorm's.
+      is_carry: whether it is the carry that enters each step of a scan, stacked.
     """
 
     shape: tuple[int, ...]
@@ -49,6 +50,7 @@ class Residual:
     number: int = 0
     is_normalized: bool = False
     is_recomputed_from: bool = False
+    is_carry: bool = False
 
     @property
     def key(self) -> str:
@@ -104,6 +106,7 @@ class _Origin:
     path: str = ""
     source: str = ""
     number: int = 0
+    is_carry: bool = False
 
     def named(self, names: Sequence[str]) -> "_Origin":
         """The same, under the first name, which is nearest to the value."""
@@ -143,6 +146,7 @@ class Provenance:
             path=path,
             source=origin.source,
             number=origin.number,
+            is_carry=origin.is_carry,
         )
 
     def producers(self, jaxpr: Jaxpr) -> Producers:
@@ -190,6 +194,7 @@ class Provenance:
                 path=scope,
                 source=source,
                 number=number,
+                is_carry=origin is not None and origin.kind == "argument",
             ).named(names)
         if is_literal(v):
             return _Origin("literal").named(names)

@@ -1,6 +1,7 @@
 """Group-wise integers with stochastic rounding (ActNN, Chen et al. 2021)."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -8,17 +9,21 @@ from jax.typing import DTypeLike
 
 from jaxact._codec.base import Bias, Codec
 from jaxact._codec.checks import checked_bits, checked_group_size
+from jaxact._codec.wide import Wide, condition, restore
 from jaxact_kernels import affine
+from jaxact_kernels.layout import layout_of
 
 
 @dataclasses.dataclass(frozen=True)
-class Quantize(Codec[affine.Stored]):
+class Quantize(Codec[affine.Stored | Wide]):
     """Store groups along the last axis as value ~ zero point + scale * code.
 
     Codes are integers with `bits` bits. With stochastic rounding the decoded value's
     mean is the encoded value, and its variance is scale^2 f (1 - f), f being the
     fractional code (ActNN, Chen et al. 2021, arXiv:2104.14129, eq. 6). Constant groups,
-    and zeros at a group's minimum, come back exactly.
+    and zeros at a group's minimum, come back exactly. A group of float64 elements also
+    keeps its minimum and a power of two, 16 bytes: its width alone sets the noise,
+    whatever its magnitude.
 
     Attributes:
       bits: per element, 1 to 8.
@@ -56,30 +61,44 @@ class Quantize(Codec[affine.Stored]):
         bits = "1 bit" if self.bits == 1 else f"{self.bits} bits"
         return bits if self.stochastic else f"{bits}, nearest"
 
-    def encode(self, x: jax.Array, seed: jax.Array) -> affine.Stored:
+    def encode(self, x: jax.Array, seed: jax.Array) -> affine.Stored | Wide:
         return self._encode(x, seed, is_fused=False)
 
-    def encode_fused(self, x: jax.Array, seed: jax.Array) -> affine.Stored:
+    def encode_fused(self, x: jax.Array, seed: jax.Array) -> affine.Stored | Wide:
         return self._encode(x, seed, is_fused=True)
 
-    def _encode(self, x: jax.Array, seed: jax.Array, is_fused: bool) -> affine.Stored:
-        return affine.encode(
-            x,
-            seed,
+    def _encode(
+        self, x: jax.Array, seed: jax.Array, is_fused: bool
+    ) -> affine.Stored | Wide:
+        encode = functools.partial(
+            affine.encode,
             bits=self.bits,
             group_size=self.group_size,
             stochastic=self.stochastic,
             is_fused=is_fused,
         )
+        if x.dtype != np.float64:
+            return encode(x, seed)
+        layout = layout_of(x.shape, self.group_size)
+        remainder, anchor, unit = condition(x, layout)
+        return Wide(encode(remainder, seed), anchor, unit)
 
     def decode(
-        self, stored: affine.Stored, shape: tuple[int, ...], dtype: DTypeLike
+        self,
+        stored: affine.Stored | Wide,
+        shape: tuple[int, ...],
+        dtype: DTypeLike,
     ) -> jax.Array:
-        return affine.decode(
-            stored,
+        is_wide = isinstance(stored, Wide)
+        x = affine.decode(
+            stored.remainder if is_wide else stored,
             shape=shape,
-            dtype=dtype,
+            dtype=np.float32 if is_wide else dtype,
             bits=self.bits,
             group_size=self.group_size,
             is_fused=True,
         )
+        if not is_wide:
+            return x
+        layout = layout_of(shape, self.group_size)
+        return restore(x, stored.anchor, stored.unit, layout).astype(dtype)

@@ -14,6 +14,7 @@ from jaxact._codec.affine import Quantize
 from jaxact._codec.base import Bias, Codec
 from jaxact._codec.blocks import Blocks
 from jaxact._codec.checks import checked_bits, checked_group_size, checked_int
+from jaxact._codec.wide import Wide
 from jaxact_kernels import affine
 from jaxact_kernels.affine.reference import extremes, split
 from jaxact_kernels.layout import Layout, layout_of
@@ -29,11 +30,11 @@ class Stored(NamedTuple):
     Attributes:
       mean: `bfloat16`, one for each block and index along the other axes; None if there
         is no axis to average over.
-      remainder: the array less its mean, in the affine format.
+      remainder: the array less its mean, as `Quantize` stores it.
     """
 
     mean: jax.Array | None
-    remainder: affine.Stored
+    remainder: affine.Stored | Wide
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,6 +21,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from jaxact._checkpoint_policies import PACKED_NAME
 from jaxact._decision import Decision
+from jaxact._engine.unused import UsedPart, used_part
 from jaxact._jaxpr.evaluate import value_of
 from jaxact._jaxpr.opaque import opaque
 from jaxact._jaxpr.primitives import FUSED
@@ -175,13 +176,19 @@ def backward_pass(
     cotangents: Sequence[jax.Array | SymbolicZero],
 ) -> tuple[list[jax.Array], Probe]:
     """Gradients for the active inputs, and cotangents for the settings `keys`."""
+    part = None
+    is_used = [not isinstance(c, SymbolicZero) for c in cotangents]
+    if not all(is_used) and (part := used_part(plan, is_used)) is not None:
+        pairs = zip(plan.packed, packed, strict=True)
+        packed = [arrays for v, arrays in pairs if v in part.plan.decisions]
+        plan = part.plan
     inputs = backward_inputs(plan, packed, kept, cotangents)
     residuals = [
         _packed(v, arrays, plan, keys)
         for v, arrays in zip(plan.packed, inputs.packed, strict=True)
     ]
     decoded = [storage.decode(r) for r in residuals]
-    program = backward_program(plan, inputs)
+    program = backward_program(plan, inputs, part)
     results = storage.backward(program, residuals, decoded, inputs.cotangents)
     if not plan.packed:
         return results
@@ -234,8 +241,13 @@ def backward_inputs(
     return BackwardInputs(packed, env, sources, arrays)
 
 
-def backward_program(plan: StoragePlan, inputs: BackwardInputs) -> BackwardProgram:
-    """(decoded residuals, ordered as `plan.packed`; cotangents) -> gradients."""
+def backward_program(
+    plan: StoragePlan, inputs: BackwardInputs, part: UsedPart | None = None
+) -> BackwardProgram:
+    """(decoded residuals, ordered as `plan.packed`; cotangents) -> gradients.
+
+    `part`: evaluate only that.
+    """
 
     def program(
         decoded: Sequence[jax.Array], cotangents: list[jax.Array]
@@ -245,6 +257,8 @@ def backward_program(plan: StoragePlan, inputs: BackwardInputs) -> BackwardProgr
         for step in plan.replay:
             replayed.update(zip(step.eqn.outvars, step(replayed), strict=True))
         env = {**replayed, **known}
+        if part is not None:
+            return part.evaluate(env, cotangents)
         residuals = [value_of(v, env) for v in plan.forward.residuals]
         vjp = jax.tree.unflatten(plan.forward.vjp_tree, residuals)
         return list(vjp(cotangents))

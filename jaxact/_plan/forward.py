@@ -29,11 +29,13 @@ class Backward:
         forward program's.
       cotangents: of the outputs that can have one.
       eqns: what it computes.
+      gradients: its results, one for each active value.
     """
 
     residuals: tuple[Atom, ...]
     cotangents: tuple[Var, ...]
     eqns: tuple[Eqn, ...]
+    gradients: tuple[Atom, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -109,6 +111,7 @@ def trace_forward(
         tuple(outvars[counts["outputs"] : stop]),
         tuple(v for eqn in eqns if eqn.primitive is cotangent_p for v in eqn.outvars),
         tuple(eqn for eqn in eqns[end:] if eqn.primitive is not cotangent_p),
+        tuple(outvars[stop:]),
     )
     jaxpr = with_outputs(jaxpr, eqns[:end], outvars[:stop])
     return Forward(jaxpr, tuple(consts), counts["outputs"], trees[0], backward)

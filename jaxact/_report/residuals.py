@@ -18,7 +18,7 @@ from jaxact._plan.forward import Forward, trace_forward
 from jaxact._plan.mark import mark_p
 from jaxact._policy import Policy, Rule
 from jaxact._report.table import ResidualRow, ResidualTable
-from jaxact._residual import Provenance
+from jaxact._residual import Provenance, Residual, join_paths
 
 
 def residuals(
@@ -105,10 +105,23 @@ def _tabulate(forward: Forward, paths: Sequence[str]) -> ResidualTable:
             number = (bits & -bits).bit_length() - 1
             stored[number] = stored.get(number, 0) + size
         else:
-            kept = Decision(provenance.of(v), Exact(), Reason.OUTSIDE)
+            kept = _kept(provenance.of(v))
             outside.append(_row(kept, kept.residual.shape, size, size))
     marked = [_marked_row(*marks.marked[n], size) for n, size in sorted(stored.items())]
     return ResidualTable((*marked, *outside), referenced, _unused(marks))
+
+
+def _kept(residual: Residual) -> Decision:
+    """The decision about a value that no compressed call stored.
+
+    A scan stacks the carry that its body, compressed or not, keeps as it is: an
+    argument of the body, but a copy for each step.
+    """
+    if not residual.is_carry:
+        return Decision(residual, Exact(), Reason.OUTSIDE)
+    path = join_paths(residual.path, "carry")
+    carry = dataclasses.replace(residual, origin="argument", primitive="", path=path)
+    return Decision(carry, Exact(), Reason.CARRIED)
 
 
 def _marked_row(eqn: Eqn, copies: int, stored_bytes: int) -> ResidualRow:

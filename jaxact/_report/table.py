@@ -27,8 +27,11 @@ class ResidualRow:
       path: module path and named scopes.
       source: 'file.py:line (function)'.
       action: how it is stored.
-      bias: 'exact', 'unbiased' (its rounding adds noise to gradients, nothing else) or
-        'biased' (something nonlinear is computed from the rounded values).
+      bias: 'exact', 'unbiased' (its rounding adds noise to gradients, nothing else),
+        'unbiased to first order' (a path of the backward pass multiplies with the
+        rounded value twice, as in a softmax, a norm or z @ z.T: a bias of second order
+        in the rounding is left) or 'biased' (something nonlinear is computed from the
+        rounded values).
       exact_bytes: bytes before it is stored.
       stored_bytes: bytes after.
       why: the reason for the action.
@@ -62,6 +65,15 @@ _COLUMNS: list[Column[ResidualRow]] = [
     Column("stored", lambda row: bytes_text(row.stored_bytes), is_number=True),
     Column("why", lambda row: row.why),
 ]
+
+
+# Measured for log_softmax(5 z z^T) with normalized rows of 64: 0.41 and 0.09 times the
+# standard deviation that rounding gives the gradient.
+_FIRST_ORDER = (
+    "unbiased to first order: a path multiplies with the rounded value twice (softmax, "
+    "norms, z @ z.T); a bias of second order in the rounding is left, in a contrastive "
+    "loss 41 % of the noise at 2 bits and 9 % at 4"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,13 +125,15 @@ class ResidualTable(Tabular):
         }
 
     def summary(self) -> str:
-        """The totals, unused rules, and whether nothing is compressed."""
+        """The totals, unused rules, labels to explain, if nothing is compressed."""
         lines = [
             f"{len(self.rows)} residuals: {bytes_text(self.exact_bytes)} exact, "
             f"{bytes_text(self.stored_bytes)} stored ({self.ratio:.1f}x smaller); "
             f"{bytes_text(self.referenced_bytes)} of arguments referenced in place"
         ]
         lines += [f"matched nothing: {rule}" for rule in self.unused_rules]
+        if any(row.bias is Bias.FIRST_ORDER for row in self.rows):
+            lines.append(_FIRST_ORDER)
         if self.rows and all(isinstance(row.action, Exact) for row in self.rows):
             lines.append("nothing is compressed")
         return "\n".join(lines)

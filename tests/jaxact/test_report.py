@@ -68,6 +68,58 @@ def test_sizes_are_those_of_jax(program):
         assert table.stored_bytes == kept_bytes(f, *args)
 
 
+EXACT_ARGUMENTS = Policy(rules=(Rule(Exact(), primitive=""),))
+EXACT_FLOATS = Policy(rules=(Rule(Exact(), dtype="float32"),))
+
+
+def scanned(f, params, x):
+    """`f` as the body of a scan: the parameters stacked, `x` the carry."""
+
+    def step(x, p):
+        outputs = jax.tree.leaves(f(p, x))
+        same = [y for y in outputs if y.shape == x.shape and y.dtype == x.dtype]
+        return x + (same[0] if same else outputs[0].sum()), outputs[0].sum()
+
+    return lax.scan(step, x, params)
+
+
+@pytest.mark.filterwarnings("ignore:jaxact")  # a program without such a residual
+@each_program
+@pytest.mark.parametrize("policy", [EXACT_ARGUMENTS, EXACT_FLOATS, Policy()])
+@pytest.mark.parametrize("activations", [None, "x"])
+def test_sizes_under_scan_are_those_of_jax(program, policy, activations):
+    p, x = program.arguments()
+    layers = jax.tree.map(lambda a: jnp.stack([a] * 3), p)
+    block = jaxact.compress(program.f, policy=policy, activations=activations)
+    network = jax.jit(lambda p, x: scanned(block, p, x))
+    table = jaxact.residuals(network, layers, x)
+    assert table.stored_bytes == kept_bytes(network, layers, x)
+
+
+def test_a_carry_kept_exactly_is_listed_as_an_argument():
+    layers = jax.tree.map(lambda a: jnp.stack([a] * 3), P)
+    block = jaxact.compress(mlp, policy=EXACT_ARGUMENTS, activations="x")
+    network = jax.jit(lambda p, x: scanned(block, p, x))
+    rows = jaxact.residuals(network, layers, X).rows
+    (carry,) = [row for row in rows if row.primitive == ""]
+    assert (carry.path, carry.shape) == ("carry", (3, *X.shape))
+    assert carry.stored_bytes == carry.exact_bytes == 3 * X.nbytes
+    assert carry.why == "a scan's carry, kept exactly for each step"
+
+
+def test_a_table_explains_unbiased_to_first_order():
+    twice = lambda w, x: jax.nn.softmax((x @ w) @ (x @ w).T)
+    once = lambda w, x: jnp.tanh(x @ w)
+    explained = "41 % of the noise at 2 bits"
+    for f, expected in ((twice, True), (once, False)):
+        table = jaxact.residuals(f, jnp.ones((64, 64)), X, policy=Policy(bits=2))
+        biases = {row.bias for row in table.rows}
+        assert ("unbiased to first order" in biases) == expected
+        assert (
+            (explained in str(table)) == (explained in table._repr_html_()) == expected
+        )
+
+
 def test_scan_multiplies():
     layers = jax.tree.map(lambda a: jnp.stack([a] * 3), P)
     block = jaxact.compress(mlp, activations="x")

@@ -1,0 +1,73 @@
+"""Condition float64 groups so that float32 arithmetic loses nothing that counts.
+
+The affine format computes in float32. Outside its range, or where a group lies far from
+zero for its width, a float64 array would come back as zeros or as one value. So each
+group keeps an anchor, its least finite element, and a power of two, both float64, and
+only the remainder above the anchor, between 0 and 2, is encoded.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxact_kernels import affine
+from jaxact_kernels.layout import Layout
+
+# With these the power of two and its inverse are normal numbers.
+_LEAST_EXPONENT, _LARGEST_EXPONENT = -1000, 1022
+_MANTISSA_BITS, _EXPONENT_BIAS = 52, 1023
+
+
+class Wide(NamedTuple):
+    """A float64 array in the affine format, conditioned.
+
+    An element is 2 * (anchor / 2 + unit * remainder).
+
+    Attributes:
+      remainder: of float32 values, all at least 0.
+      anchor: `float64[*lead, num_groups]`, the least finite element, or 0.
+      unit: `float64[*lead, num_groups]`, a power of two.
+    """
+
+    remainder: affine.Stored
+    anchor: jax.Array
+    unit: jax.Array
+
+
+def condition(x: jax.Array, layout: Layout) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The remainder, float32 and shaped like `x`, and each group's anchor and unit.
+
+    Infinities and NaNs stay what they are in the remainder.
+    """
+    groups = layout.split(x, jnp.nan)
+    is_finite = jnp.isfinite(groups)
+    low = jnp.min(jnp.where(is_finite, groups, jnp.inf), -1)
+    high = jnp.max(jnp.where(is_finite, groups, -jnp.inf), -1)
+    has_finite = low <= high
+    anchor = jnp.where(has_finite, low, 0.0)
+    half_range = jnp.where(has_finite, high / 2 - low / 2, 0.0)
+    exponent = lax.bitcast_convert_type(half_range, jnp.int64) >> _MANTISSA_BITS
+    exponent = jnp.clip(exponent - _EXPONENT_BIAS, _LEAST_EXPONENT, _LARGEST_EXPONENT)
+    # Infinities without a finite element beside them decode to float32's largest.
+    exponent = jnp.where(has_finite, exponent, -1)
+    remainder = (groups / 2 - anchor[..., None] / 2) * _power(-exponent)[..., None]
+    return layout.join(remainder, x.shape).astype(jnp.float32), anchor, _power(exponent)
+
+
+def restore(
+    remainder: jax.Array, anchor: jax.Array, unit: jax.Array, layout: Layout
+) -> jax.Array:
+    """The float64 array, given a decoded remainder with its shape."""
+    groups = layout.split(remainder.astype(jnp.float64), 0.0)
+    half = groups * unit[..., None] + anchor[..., None] / 2
+    most = float(jnp.finfo(jnp.float64).max)
+    # A group's top code may lie a scale's rounding above its largest element.
+    return layout.join(jnp.clip(2 * half, -most, most), remainder.shape)
+
+
+def _power(exponent: jax.Array) -> jax.Array:
+    """2 to an integer power, exactly; `exp2` is off by some units."""
+    bits = (exponent + _EXPONENT_BIAS) << _MANTISSA_BITS
+    return lax.bitcast_convert_type(bits, jnp.float64)
