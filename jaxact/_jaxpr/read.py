@@ -36,6 +36,10 @@ def is_float(v: Atom) -> bool:
     return jnp.issubdtype(v.aval.dtype, jnp.inexact)
 
 
+def is_complex(v: Atom) -> bool:
+    return jnp.issubdtype(v.aval.dtype, jnp.complexfloating)
+
+
 def literal_key(v: Atom) -> Hashable:
     """Equal for equal literals, and for the same variable."""
     if not is_literal(v):
