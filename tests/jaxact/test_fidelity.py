@@ -1,0 +1,113 @@
+"""Gradients near the plain ones where they once were wrong, or drowned in noise."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxact
+from jaxact import Exact, Policy, Rule
+from support.programs import relative_error
+
+pytestmark = pytest.mark.unoptimized
+
+T, D = 16, 64
+X = jax.random.normal(jax.random.key(0), (T, D))
+CT = jax.random.normal(jax.random.key(1), (T, D))
+EXACT = Policy(bits=8, rules=(Rule(Exact(), where=lambda residual: True),))
+
+
+def gradient_error(f, *args, policy, argnums=0, seed=0):
+    """Relative error of one draw's gradient of sum(f * normal), as float64 norms."""
+
+    def loss(f):
+        def of(*args):
+            out = f(*args)
+            ct = jax.random.normal(jax.random.key(seed), out.shape)
+            return (out.astype(jnp.float32) * ct).sum()
+
+        return of
+
+    small = jaxact.compress(f, policy=policy, activations=range(len(args)))
+    gradient = lambda f: jax.grad(loss(f), argnums=argnums)(*args)
+    return relative_error(gradient(small), gradient(f))
+
+
+def rfft(x):
+    return jnp.fft.rfft(x)
+
+
+def mod_relu(x):
+    z = rfft(x)
+    size = abs(z)
+    gain = jax.nn.relu(size - 0.5) / (size + 1e-3)
+    return (gain.astype(z.dtype) * z).real
+
+
+def gate(x):
+    z = rfft(x)
+    return (z * jax.nn.sigmoid(abs(z)).astype(z.dtype)).real
+
+
+COMPLEX = {
+    "log": lambda x: jnp.log(abs(rfft(x))),
+    "shifted log": lambda x: jnp.log(abs(rfft(x)) + 1e-3),
+    "tanh": lambda x: jnp.tanh(abs(rfft(x))),
+    "log1p of a power": lambda x: jnp.log1p(abs(rfft(x)) ** 2),
+    "modReLU": mod_relu,
+    "gate": gate,
+    "square": lambda x: abs(rfft(x)) ** 2,
+}
+
+
+@pytest.mark.parametrize("f", COMPLEX.values(), ids=COMPLEX)
+def test_size_of_a_complex_number(f):
+    # A transform of 64 values and its transpose, in float32, in another order of sums.
+    assert gradient_error(f, X, policy=EXACT) < 1e-5
+    # Rounding to 8 bits of a group's range R, where it is 6 to 8 deviations, has a
+    # deviation of at most R / 255 / 2: 1.6 %; twice that, for two factors.
+    assert gradient_error(f, X, policy=Policy(bits=8)) < 0.032
+
+
+@pytest.mark.parametrize("policy", [EXACT, Policy(bits=8)], ids=["exact", "8 bits"])
+def test_product_of_slopes_beyond_float16(policy):
+    x = X.astype(jnp.float16)
+    f = lambda x: jnp.tanh(x * 1e-4) * 1000 * 1000
+    small = jaxact.compress(f, policy=policy, activations=0)
+    ct = jnp.full_like(x, 1e-3)
+    got = jax.vjp(small, x)[1](ct)[0]
+    assert got.dtype == jnp.float16
+    # 1e-4 and three products of float16: half an ulp (2^-11) each, in both gradients.
+    assert relative_error(got, jax.vjp(f, x)[1](ct)[0]) < 8 * 2**-11
+
+
+def guarded(x):
+    positive = jax.nn.relu(x)
+    return jax.scipy.special.xlogy(
+        jax.nn.relu(x), jax.nn.relu(x) + (x <= 0).astype(x.dtype)
+    )
+
+
+SPECIAL = {
+    "guarded xlogy": guarded,
+    "entr": lambda x: jax.scipy.special.entr(abs(x) + 0.1),
+    "xlog1py": lambda x: jax.scipy.special.xlog1py(x, jnp.square(x)),
+    "rel_entr": lambda x: jax.scipy.special.rel_entr(jax.nn.relu(x), jnp.exp(x)),
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("f", SPECIAL.values(), ids=SPECIAL)
+def test_custom_derivative_with_a_broadcast_number(f, dtype):
+    x = X.astype(dtype)
+    small = jaxact.compress(f, policy=Policy(bits=8), activations=0)
+    # One array, the slope.
+    (row,) = jaxact.residuals(small, x).rows
+    assert row.shape == x.shape
+    ways = [lambda g: g, jax.jit, jax.vmap]
+    for way in ways:
+        got = jax.vjp(way(small), x)[1](CT.astype(dtype))[0]
+        wanted = jax.vjp(way(f), x)[1](CT.astype(dtype))[0]
+        assert jnp.isfinite(got).all()
+        # Of the slope's range, at most 16 deviations (logarithms): 16 / 255 / 2; in
+        # bfloat16 each of a handful of steps rounds by 2^-9.
+        assert relative_error(got, wanted) < 0.032 + 4 * float(jnp.finfo(dtype).eps)
