@@ -97,7 +97,7 @@ def _bases(reading: Reading) -> _Bases:
         and fact_of(reading.facts, v)
         and (reading.is_activation(v) or v not in referenced)
     }
-    classes = classify(jaxpr, reading.largest, reading.is_activation, inexact)
+    classes = classify(jaxpr, reading.small_size, reading.is_activation, inexact)
     stored_inside = {v for v in reading.leaves if reading.is_stored_inside(v)}
     chooser = Chooser(jaxpr, classes.with_exact(stored_inside), producers)
     stored = tuple(chooser.choose(reading.leaves))
@@ -174,7 +174,7 @@ def _decide_base(bases: _Bases, v: Var) -> Decision:
     bit = 1 << bases.stored.index(v) if v in bases.stored else 0
     if uses.nonlinear & bit:
         residual = dataclasses.replace(residual, is_recomputed_from=True)
-    decision = reading.policy.decide(residual, largest=reading.largest)
+    decision = reading.policy.decide(residual, small_size=reading.small_size)
     if decision.bias is Bias.EXACT:
         return decision
     unbounded = {Reason.SOLVED_WITH: uses.solved, Reason.DIVIDED_BY: uses.divided}
@@ -189,7 +189,7 @@ def _decide_base(bases: _Bases, v: Var) -> Decision:
 def _decide_exact(bases: _Bases, v: Var) -> Decision:
     reading, residual = bases.reading, _residual(bases, v)
     return decide_unrounded(reading, v, residual) or reading.policy.decide(
-        residual, largest=reading.largest, statistic=True
+        residual, small_size=reading.small_size, statistic=True
     )
 
 

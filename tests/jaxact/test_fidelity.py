@@ -6,6 +6,8 @@ import pytest
 
 import jaxact
 from jaxact import Exact, Policy, Rule
+from jaxact._policy import SMALL_PART, small_size
+from support import blocks
 from support.programs import relative_error
 
 pytestmark = pytest.mark.unoptimized
@@ -82,9 +84,7 @@ def test_product_of_slopes_beyond_float16(policy):
 
 def guarded(x):
     positive = jax.nn.relu(x)
-    return jax.scipy.special.xlogy(
-        jax.nn.relu(x), jax.nn.relu(x) + (x <= 0).astype(x.dtype)
-    )
+    return jax.scipy.special.xlogy(positive, positive + (x <= 0).astype(x.dtype))
 
 
 SPECIAL = {
@@ -111,3 +111,65 @@ def test_custom_derivative_with_a_broadcast_number(f, dtype):
         # Of the slope's range, at most 16 deviations (logarithms): 16 / 255 / 2; in
         # bfloat16 each of a handful of steps rounds by 2^-9.
         assert relative_error(got, wanted) < 0.032 + 4 * float(jnp.finfo(dtype).eps)
+
+
+def instance_norm(x):
+    return blocks.normalize(x.reshape(T, 8, -1), 1) ** 2
+
+
+def pair_norm(x):
+    x = x.reshape(T, -1, 2)
+    return x / jnp.sqrt((x * x).sum(-1, keepdims=True) + 0.1) + jnp.tanh(x)
+
+
+@pytest.mark.parametrize("f", [instance_norm, pair_norm])
+def test_statistics_of_a_few_elements(f):
+    table = jaxact.residuals(jaxact.compress(f, activations=0), X)
+    statistics = [row for row in table.rows if isinstance(row.action, Exact)]
+    assert statistics
+    assert all(row.why in ("a statistic", "small") for row in statistics)
+    # At 2 bits a step is a third of a group's range of 4 to 6 deviations: an error of
+    # about the elements' own size, in each factor.
+    assert gradient_error(f, X, policy=Policy(bits=2)) < 6
+
+
+def test_a_pooled_feature_is_no_statistic():
+    w = jax.random.normal(jax.random.key(2), (D, D))
+    f = lambda w, x: jax.nn.gelu(x.reshape(T, 2, D).mean(1)) @ w
+    x = jax.random.normal(jax.random.key(3), (T, 2 * D))
+    table = jaxact.residuals(jaxact.compress(f, activations=1), w, x)
+    assert all(row.why == "policy bits" for row in table.rows if row.primitive)
+
+
+def test_a_statistic_multiplied_by_einsum_stays_exact():
+    f = lambda x: jnp.einsum("td,t->td", x, jax.lax.rsqrt((x * x).mean(1) + 1e-5)) ** 2
+    assert gradient_error(f, X, policy=Policy(bits=8)) < 0.032
+
+
+def test_small_is_a_bound_on_all_that_is_spared():
+    assert small_size([]) == 0
+    assert small_size([100] * SMALL_PART) == 0  # each alone is small, not all
+    assert small_size([100, 100 * SMALL_PART]) == 100
+    assert small_size([100, 1, 101 * SMALL_PART]) == 100
+    assert small_size([100, 1, 99 * SMALL_PART]) == 1
+
+
+def test_long_sequences_keep_no_more_exactly():
+    """[B, H, T, T] scores do not make [B, T, D] arrays small."""
+    heads, width = 4, 64
+    split = lambda y: y.reshape(-1, heads, width)
+
+    def attention(p, x):
+        q, k, v = (split(x @ p[i]) for i in range(3))
+        weights = jax.nn.softmax(jnp.einsum("thw,shw->hts", q, k))
+        return jnp.einsum("hts,shw->thw", weights, v)
+
+    shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)
+    small = jaxact.compress(attention, activations=1)
+    p = shape(3, heads * width, heads * width)
+    shorter, longer = (
+        jaxact.residuals(small, p, shape(length, heads * width)).stored_bytes
+        for length in (2047, 2048)
+    )
+    # (2048 / 2047)^2, and a group more in a row of 2048 than in 2047.
+    assert longer < 1.01 * shorter
