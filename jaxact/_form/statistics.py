@@ -1,7 +1,7 @@
 """Statistics: sums, means and extremes that scale or shift other values.
 
-A norm's mean and deviation, a softmax's maximum and sum: every element that is scaled by
-one gets its noise, all alike, so they are told by their use and not by their size. A
+A norm's mean and deviation, a softmax's maximum and sum: all elements that are scaled
+by one get its noise alike, so they are told by their use and not by their size. A
 reduction that a product contracts with is none: a pooled feature is an activation like
 another.
 """
