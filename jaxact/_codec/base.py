@@ -15,9 +15,9 @@ class Bias(enum.StrEnum):
     """How the mean of a gradient, over the rounding noise, differs from its value.
 
     "unbiased to first order": a path of the backward pass multiplies with the rounded
-    value twice, as the Jacobians of a softmax and of a norm do. The mean then differs by
-    terms of second order in the rounding: the variance of an element, which a softmax
-    and a norm divide by the length of the row.
+    value twice, as the Jacobians of a softmax and of a norm do. The mean then differs
+    by terms of second order in the rounding: the variance of an element, which a
+    softmax and a norm divide by the length of the row.
     """
 
     EXACT = "exact"  # every draw is the exact gradient

@@ -39,7 +39,8 @@ class Classes:
     Attributes:
       statistics: which stay exact whatever their size.
       base: for each inexact variable; exact ones have none.
-      cost: for each exact variable, the bytes that backward has to keep to have it.
+      needed: for each exact variable, those that backward has to keep to have it.
+      cost: for each exact variable, their bytes.
       cheap: exact variables that cost less evaluated again than kept.
       parts: bases that are affine in another one, but smaller or only with a mask for
         each element: better stored themselves, unless that one is stored anyway.
@@ -50,6 +51,7 @@ class Classes:
 
     statistics: Collection[Var] = ()
     base: dict[Atom, Var] = dataclasses.field(default_factory=dict)
+    needed: dict[Var, frozenset[Var]] = dataclasses.field(default_factory=dict)
     cost: dict[Var, float] = dataclasses.field(default_factory=dict)
     cheap: set[Var] = dataclasses.field(default_factory=set)
     parts: dict[Var, Var] = dataclasses.field(default_factory=dict)
@@ -70,7 +72,11 @@ class Classes:
 
 
 def classify(
-    jaxpr: Jaxpr, small_size: int, is_activation: Predicate, inexact: set[Var]
+    jaxpr: Jaxpr,
+    small_size: int,
+    is_activation: Predicate,
+    inexact: set[Var],
+    kept: Collection[Var] = (),
 ) -> Classes:
     """Find every variable's class.
 
@@ -78,19 +84,22 @@ def classify(
       small_size: values with at most this many elements are exact.
       is_activation: whether a variable is made from more than parameters.
       inexact: inputs that the backward pass can have only as they are stored.
+      kept: variables that are stored exactly, whatever they cost.
     """
     classes = Classes(find_statistics(jaxpr, is_activation))
     comparisons = _comparisons(jaxpr)
     for v in (*jaxpr.constvars, *jaxpr.invars):
-        classes.cost[v] = 0.0
-        if v in inexact and v.aval.size > small_size:
+        classes.cost[v], classes.needed[v] = 0.0, frozenset()
+        if v in inexact and v not in kept and v.aval.size > small_size:
             classes.base[v] = v
     for eqn in jaxpr.eqns:
         for v in eqn.outvars:
             base = _base(eqn, v, classes, comparisons, small_size)
             if base is None and not _settle(eqn, v, classes, is_activation, small_size):
                 base = v
-            if base is not None:
+            if base is not None and v in kept:
+                classes.cost[v], classes.needed[v] = 0.0, frozenset()
+            elif base is not None:
                 classes.base[v] = base
         source = eqn.invars[0] if eqn.primitive.name == "name" else None
         if source is not None and not is_literal(source):
@@ -162,16 +171,21 @@ def _settle(
     exact = all(map(classes.is_exact, sources))
     # Not kept: a cast weight, a broadcast mean, an embedded row.
     is_cheap = exact and eqn.primitive.name in CHEAP and not eqn.effects
-    cost = sum(classes.cost[x] for x in sources) if is_cheap else keep
+    needed = frozenset([v])
+    if is_cheap:
+        needed = frozenset().union(*(classes.needed[x] for x in sources))
+    cost = sum(classes.cost[x] for x in needed) if is_cheap else keep
     is_large = is_float(v) and v.aval.size > small_size
     if is_large and is_activation(v) and v not in classes.statistics:
         # Costlier than a byte for each element: worth a codec. A look-up in a table as
         # a product with one-hot rows.
         if min(cost, keep) > v.aval.size:
             return False
-    classes.cost[v] = min(cost, keep)
     if is_cheap and cost <= keep:
         classes.cheap.add(v)
+        classes.cost[v], classes.needed[v] = cost, needed
+    else:
+        classes.cost[v], classes.needed[v] = keep, frozenset([v])
     return True
 
 

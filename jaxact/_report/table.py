@@ -27,7 +27,8 @@ class ResidualRow:
       path: module path and named scopes.
       source: 'file.py:line (function)'.
       action: how it is stored.
-      bias: 'exact', 'unbiased' (its rounding adds noise to gradients, nothing else) or
+      bias: 'exact', 'unbiased' (its rounding adds noise to gradients, nothing else),
+        'unbiased to first order' (a path multiplies with it twice, see `Bias`) or
         'biased' (something nonlinear is computed from the rounded values).
       exact_bytes: bytes before it is stored.
       stored_bytes: bytes after.
