@@ -27,7 +27,6 @@ _RANGES: dict[str, Interval] = {
     "erfc": (0.0, 2.0),
     "sin": (-1.0, 1.0),
     "cos": (-1.0, 1.0),
-    "rsqrt": (0.0, math.inf),
 }
 
 
@@ -146,5 +145,6 @@ _FUNCTIONS: dict[str, _Function] = {
     "expm1": _monotone(math.expm1, -math.inf),
     "log": _monotone(math.log, 0.0),
     "log1p": _monotone(math.log1p, -1.0),
-    "sqrt": _monotone(math.sqrt, 0.0),
+    # An operand without a bound may lie anywhere in the domain, and far from its end.
+    "sqrt": lambda x: REALS if x[0] < 0 else _monotone(math.sqrt, 0.0)(x),
 }

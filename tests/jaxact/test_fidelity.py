@@ -105,9 +105,9 @@ SPECIAL = {
 def test_custom_derivative_with_a_broadcast_number(f, dtype):
     x = X.astype(dtype)
     small = jaxact.compress(f, policy=Policy(bits=8), activations=0)
-    # One array: the slope or, near a pole, the argument.
+    # One array: the slope or, near a pole, the argument, which is referenced.
     rows = jaxact.residuals(small, x).rows
-    assert len([row for row in rows if row.dtype != jnp.bool_]) == 1
+    assert len([row for row in rows if row.dtype != jnp.bool_]) <= 1
     ways = [lambda g: g, jax.jit, jax.vmap]
     for way in ways:
         got = jax.vjp(way(small), x)[1](CT.astype(dtype))[0]
