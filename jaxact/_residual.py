@@ -36,6 +36,9 @@ class Residual:
       is_normalized: whether it is stored through a normalization over channels, such
         as BatchNorm's.
       is_carry: whether it is the carry that enters each step of a scan, stacked.
+      is_recomputed_from: whether the backward pass computes something nonlinear from
+        it, inside a `jax.checkpoint` or a custom rule. Its rounding biases the
+        gradient; unless a rule or a policy's default decides, it takes 8 bits.
     """
 
     shape: tuple[int, ...]

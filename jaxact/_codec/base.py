@@ -12,12 +12,17 @@ Stored = TypeVar("Stored")
 
 
 class Bias(enum.StrEnum):
-    """How the mean of a gradient, over the rounding noise, differs from its value."""
+    """How the mean of a gradient, over the rounding noise, differs from its value.
+
+    "unbiased to first order": a path of the backward pass multiplies with the rounded
+    value twice, as the Jacobians of a softmax and of a norm do. The mean then differs
+    by terms of second order in the rounding: the variance of an element, which a
+    softmax and a norm divide by the length of the row.
+    """
 
     EXACT = "exact"  # every draw is the exact gradient
     UNBIASED = "unbiased"  # noise of mean zero
-    # A path multiplies with it twice (softmax, norms): noise of mean zero but for terms
-    # of second order in the rounding.
+    # Noise of mean zero but for terms of second order in the rounding.
     FIRST_ORDER = "unbiased to first order"
     BIASED = "biased"  # something nonlinear is computed from rounded values
 

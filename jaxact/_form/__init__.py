@@ -10,13 +10,14 @@ the traced program, none of which looks at a function's name, keep that and stor
    evaluated once. Connected elementwise equations become a cell (`cells.py`), which
    keeps its local derivative in the fewest arrays (`derivative.py`): one for a GELU,
    one bit where the derivative has two values. A max-pool keeps the index in its window
-   (`pooling.py`). Custom rules' operands and results are tagged (`tags.py`).
+   (`pooling.py`).
 
 2. *Classify* (`affine_classes.py`), after it. Values are exact (parameters, row and
-   channel statistics, masks, integers) or affine, with exact coefficients, in a base.
-   For LayerNorm and BatchNorm, xhat = (x - mean) * rstd is affine in x, and so is the
-   next matmul's or, the ReLU's mask being exact, the next convolution's input: one
-   array serves them all. Softmax is exp(scores - max) / sum, affine in its exponential.
+   channel statistics (`statistics.py`), masks, integers) or affine, with exact
+   coefficients, in a base. For LayerNorm and BatchNorm, xhat = (x - mean) * rstd is
+   affine in x, and so is the next matmul's or, the ReLU's mask being exact, the next
+   convolution's input: one array serves them all. Softmax is exp(scores - max) / sum,
+   affine in its exponential.
    An affine image of an unbiased value is unbiased.
 
 3. *Store* (`chooser.py`, `bases.py`). Each base is stored once, through the action that
@@ -24,11 +25,13 @@ the traced program, none of which looks at a function's name, keep that and stor
    evaluated again in the backward pass.
 
 Bias. A gradient is exactly unbiased where no path in the backward pass multiplies two
-residuals with one base. Softmax does (its Jacobian is diag(y) - y y^T) and so does a
-norm's; the bias that remains is one element's variance over the length of the row:
-E[y' y'^T] = y y^T + diag(var). `tests/laws/test_form_bias.py` measures it. A value that
-is recomputed nonlinearly from rounded ones, in a `jax.checkpoint` or a custom rule or
-because a policy says `Recompute()`, is biased and so labelled.
+residuals with one base (`jaxact/_plan/uses.py` reads that off the backward program).
+Softmax does (its Jacobian is diag(y) - y y^T) and so does a norm's; the bias that
+remains is one element's variance over the length of the row:
+E[y' y'^T] = y y^T + diag(var). `tests/laws/test_form_bias.py` measures it; the label is
+"unbiased to first order". A value that is recomputed nonlinearly from rounded ones, in
+a `jax.checkpoint` or a custom rule or because a policy says `Recompute()`, is biased
+and so labelled.
 
 Local derivatives as elimination on a graph: Griewank and Walther, Evaluating
 Derivatives (2008), chapter 9. Unbiased gradients from unbiased residuals: ActNN (Chen

@@ -10,10 +10,11 @@ affine in a single one is a base itself.
 """
 
 import dataclasses
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 
 from jaxact._form.derivative import DERIVATIVE_OF
-from jaxact._jaxpr.primitives import CHEAP, COMPARISONS, REDUCTIONS, SELECTIONS, SUMS
+from jaxact._form.statistics import find_statistics
+from jaxact._jaxpr.primitives import CHEAP, COMPARISONS, SELECTIONS, SUMS
 from jaxact._jaxpr.read import (
     is_float,
     is_literal,
@@ -22,12 +23,6 @@ from jaxact._jaxpr.read import (
     variables_in,
 )
 from jaxact._jaxpr.types import Atom, Eqn, Jaxpr, Predicate, Var
-from jaxact._policy import SMALL_FRACTION
-
-# A reduction's result is a statistic (a row's sum, maximum, deviation) where it is
-# at least this many times smaller than the largest residual: exact, it costs at most
-# 8 bits for each element there; quantized, it ruins the gradient.
-STATISTIC_FRACTION = 4
 
 # Where max or min takes its first operand: the comparison, and the side it is true on.
 _SIDES = {
@@ -42,8 +37,10 @@ class Classes:
     """The bases in a program.
 
     Attributes:
+      statistics: which stay exact whatever their size.
       base: for each inexact variable; exact ones have none.
-      cost: for each exact variable, the bytes that backward has to keep to have it.
+      needed: for each exact variable, those that backward has to keep to have it.
+      cost: for each exact variable, their bytes.
       cheap: exact variables that cost less evaluated again than kept.
       parts: bases that are affine in another one, but smaller or only with a mask for
         each element: better stored themselves, unless that one is stored anyway.
@@ -52,7 +49,9 @@ class Classes:
       names: for each base, the `checkpoint_name`s of values that are affine in it.
     """
 
+    statistics: Collection[Var] = ()
     base: dict[Atom, Var] = dataclasses.field(default_factory=dict)
+    needed: dict[Var, frozenset[Var]] = dataclasses.field(default_factory=dict)
     cost: dict[Var, float] = dataclasses.field(default_factory=dict)
     cheap: set[Var] = dataclasses.field(default_factory=set)
     parts: dict[Var, Var] = dataclasses.field(default_factory=dict)
@@ -73,27 +72,34 @@ class Classes:
 
 
 def classify(
-    jaxpr: Jaxpr, largest: int, is_activation: Predicate, inexact: set[Var]
+    jaxpr: Jaxpr,
+    small_size: int,
+    is_activation: Predicate,
+    inexact: set[Var],
+    kept: Collection[Var] = (),
 ) -> Classes:
     """Find every variable's class.
 
     Args:
-      largest: elements in the largest residual; a statistic has many times fewer.
+      small_size: values with at most this many elements are exact.
       is_activation: whether a variable is made from more than parameters.
       inexact: inputs that the backward pass can have only as they are stored.
+      kept: variables that are stored exactly, whatever they cost.
     """
-    classes = Classes()
+    classes = Classes(find_statistics(jaxpr, is_activation))
     comparisons = _comparisons(jaxpr)
     for v in (*jaxpr.constvars, *jaxpr.invars):
-        classes.cost[v] = 0.0
-        if v in inexact and not _is_small(v, largest):
+        classes.cost[v], classes.needed[v] = 0.0, frozenset()
+        if v in inexact and v not in kept and v.aval.size > small_size:
             classes.base[v] = v
     for eqn in jaxpr.eqns:
         for v in eqn.outvars:
-            base = _base(eqn, v, classes, comparisons, largest)
-            if base is None and not _settle(eqn, v, classes, is_activation, largest):
+            base = _base(eqn, v, classes, comparisons, small_size)
+            if base is None and not _settle(eqn, v, classes, is_activation, small_size):
                 base = v
-            if base is not None:
+            if base is not None and v in kept:
+                classes.cost[v], classes.needed[v] = 0.0, frozenset()
+            elif base is not None:
                 classes.base[v] = base
         source = eqn.invars[0] if eqn.primitive.name == "name" else None
         if source is not None and not is_literal(source):
@@ -103,15 +109,15 @@ def classify(
 
 
 def _base(
-    eqn: Eqn, v: Var, classes: Classes, comparisons: _Comparisons, largest: int
+    eqn: Eqn, v: Var, classes: Classes, comparisons: _Comparisons, small_size: int
 ) -> Var | None:
     """An output's base; None where it is exact."""
     name, size = eqn.primitive.name, v.aval.size
     # A ReLU's or dropout's mask, an embedding's indices.
-    if not is_float(v) or _is_small(v, largest):
+    if not is_float(v) or v.aval.size <= small_size:
         return None
     # A LayerNorm's mean and deviation, a softmax's maximum and sum.
-    if name in REDUCTIONS and size * STATISTIC_FRACTION <= largest:
+    if v in classes.statistics:
         return None
     inexact = [i for i, x in enumerate(eqn.invars) if not classes.is_exact(x)]
     bases = {classes.base[eqn.invars[i]] for i in inexact}
@@ -155,7 +161,7 @@ def _needs_masks(eqn: Eqn, size: int, classes: Classes) -> bool:
 
 
 def _settle(
-    eqn: Eqn, v: Var, classes: Classes, is_activation: Predicate, largest: int
+    eqn: Eqn, v: Var, classes: Classes, is_activation: Predicate, small_size: int
 ) -> bool:
     """Note an exact output's cost; False if it is better stored as a base."""
     keep = v.aval.size / 8  # a mask takes a bit for each element
@@ -165,22 +171,22 @@ def _settle(
     exact = all(map(classes.is_exact, sources))
     # Not kept: a cast weight, a broadcast mean, an embedded row.
     is_cheap = exact and eqn.primitive.name in CHEAP and not eqn.effects
-    cost = sum(classes.cost[x] for x in sources) if is_cheap else keep
-    is_large = is_float(v) and not _is_small(v, largest)
-    if is_large and is_activation(v):
-        is_statistic = eqn.primitive.name in REDUCTIONS
+    needed = frozenset([v])
+    if is_cheap:
+        needed = frozenset().union(*(classes.needed[x] for x in sources))
+    cost = sum(classes.cost[x] for x in needed) if is_cheap else keep
+    is_large = is_float(v) and v.aval.size > small_size
+    if is_large and is_activation(v) and v not in classes.statistics:
         # Costlier than a byte for each element: worth a codec. A look-up in a table as
         # a product with one-hot rows.
-        if min(cost, keep) > v.aval.size and not is_statistic:
+        if min(cost, keep) > v.aval.size:
             return False
-    classes.cost[v] = min(cost, keep)
     if is_cheap and cost <= keep:
         classes.cheap.add(v)
+        classes.cost[v], classes.needed[v] = cost, needed
+    else:
+        classes.cost[v], classes.needed[v] = keep, frozenset([v])
     return True
-
-
-def _is_small(v: Var, largest: int) -> bool:
-    return v.aval.size * SMALL_FRACTION <= largest
 
 
 def _comparisons(jaxpr: Jaxpr) -> _Comparisons:

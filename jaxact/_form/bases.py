@@ -9,6 +9,7 @@ from jaxact._form.affine_classes import classify
 from jaxact._form.cells import cell_body
 from jaxact._form.channel_norms import ChannelNorms, channel_norms
 from jaxact._form.chooser import Chooser
+from jaxact._form.poles import bases_near_poles
 from jaxact._form.pooling import pool_body
 from jaxact._jaxpr.flow import fact_of
 from jaxact._jaxpr.primitives import ELEMENTWISE, VIEWS
@@ -41,6 +42,7 @@ class _Bases:
       stored: bases to store, in order.
       uses: how the backward program uses the roundings of `stored`; the bit of a base
         is 1 << its position there.
+      near_poles: variables that stay exact as they may come near a function's pole.
     """
 
     reading: Reading
@@ -48,6 +50,7 @@ class _Bases:
     norms: ChannelNorms
     stored: tuple[Var, ...]
     uses: Uses
+    near_poles: frozenset[Var]
 
 
 def plan_bases(
@@ -97,9 +100,22 @@ def _bases(reading: Reading) -> _Bases:
         and fact_of(reading.facts, v)
         and (reading.is_activation(v) or v not in referenced)
     }
-    classes = classify(jaxpr, reading.largest, reading.is_activation, inexact)
     stored_inside = {v for v in reading.leaves if reading.is_stored_inside(v)}
-    chooser = Chooser(jaxpr, classes.with_exact(stored_inside), producers)
+
+    def chooser_with(kept: Collection[Var]) -> Chooser:
+        classes = classify(
+            jaxpr, reading.small_size, reading.is_activation, inexact, kept
+        )
+        return Chooser(jaxpr, classes.with_exact(stored_inside), producers)
+
+    chooser = chooser_with(())
+    near_poles = {
+        v
+        for v in bases_near_poles(jaxpr, chooser.classes)
+        if _is_rounded_by_default(reading, chooser, v)
+    }
+    if near_poles:
+        chooser = chooser_with(near_poles)
     stored = tuple(chooser.choose(reading.leaves))
     backward = reading.forward.backward
     roundings = _roundings(chooser, stored)
@@ -114,7 +130,7 @@ def _bases(reading: Reading) -> _Bases:
         },
     )
     norms = channel_norms(jaxpr, producers)
-    return _Bases(reading, chooser, norms, stored, uses)
+    return _Bases(reading, chooser, norms, stored, uses, frozenset(near_poles))
 
 
 def _roundings(chooser: Chooser, stored: Sequence[Var]) -> dict[Atom, int]:
@@ -167,14 +183,14 @@ def _decide_bases(bases: _Bases) -> Decisions:
 
 
 def _decide_base(bases: _Bases, v: Var) -> Decision:
-    residual = _residual(bases, v)
+    residual = _residual(bases.reading, bases.chooser, v)
     if _normalizing(bases, v) is not None:
         residual = dataclasses.replace(residual, is_normalized=True)
     reading, uses = bases.reading, bases.uses
     bit = 1 << bases.stored.index(v) if v in bases.stored else 0
     if uses.nonlinear & bit:
         residual = dataclasses.replace(residual, is_recomputed_from=True)
-    decision = reading.policy.decide(residual, largest=reading.largest)
+    decision = reading.policy.decide(residual, small_size=reading.small_size)
     if decision.bias is Bias.EXACT:
         return decision
     unbounded = {Reason.SOLVED_WITH: uses.solved, Reason.DIVIDED_BY: uses.divided}
@@ -187,16 +203,28 @@ def _decide_base(bases: _Bases, v: Var) -> Decision:
 
 
 def _decide_exact(bases: _Bases, v: Var) -> Decision:
-    reading, residual = bases.reading, _residual(bases, v)
+    reading, residual = bases.reading, _residual(bases.reading, bases.chooser, v)
+    if v in bases.near_poles:
+        return Decision(residual, Exact(), Reason.NEAR_POLE)
     return decide_unrounded(reading, v, residual) or reading.policy.decide(
-        residual, largest=reading.largest, statistic=True
+        residual, small_size=reading.small_size, statistic=True
     )
 
 
-def _residual(bases: _Bases, v: Var) -> Residual:
+def _is_rounded_by_default(reading: Reading, chooser: Chooser, v: Var) -> bool:
+    """Whether the policy rounds `v` and no rule asked for it."""
+    residual = _residual(reading, chooser, v)
+    if decide_unrounded(reading, v, residual) is not None:
+        return False
+    decision = reading.policy.decide(residual, small_size=reading.small_size)
+    is_stored = not isinstance(decision.action, Recompute)
+    return decision.rule is None and is_stored and decision.bias is not Bias.EXACT
+
+
+def _residual(reading: Reading, chooser: Chooser, v: Var) -> Residual:
     """`v`, with the names of values that are derived from it."""
-    residual = bases.reading.provenance.of(v)
-    derived = bases.chooser.classes.names.get(v, [])
+    residual = reading.provenance.of(v)
+    derived = chooser.classes.names.get(v, [])
     names = [name for name in (residual.name, *derived) if name]
     name, aliases = (names[0], tuple(names[1:])) if names else ("", ())
     return dataclasses.replace(residual, name=name, aliases=aliases)

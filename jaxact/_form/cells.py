@@ -26,6 +26,7 @@ from jaxact._form.derivative import (
 )
 from jaxact._jaxpr.primitives import STEPS
 from jaxact._jaxpr.read import (
+    is_complex,
     is_elementwise,
     is_float,
     is_piecewise_linear,
@@ -147,10 +148,15 @@ def _clusters(jaxpr: Jaxpr, depends: Predicate) -> list[list[int]]:
 
 
 def _joins(eqn: Eqn, depends: Predicate) -> bool:
-    """Whether an equation can be in a cluster."""
+    """Whether an equation can be in a cluster.
+
+    None with a complex operand or result can: most of their derivatives, such as that
+    of |z|, are no product of the tangent with one slope.
+    """
     return (
         is_elementwise(eqn)
         and eqn.outvars[0].aval.shape != ()
+        and not any(map(is_complex, (*eqn.invars, *eqn.outvars)))
         and any(map(depends, variables_in(eqn.invars)))
     )
 

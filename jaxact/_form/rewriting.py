@@ -13,6 +13,7 @@ from jaxact._jaxpr.read import is_float
 from jaxact._jaxpr.rewrite import flatten, jit_body
 from jaxact._jaxpr.types import Array, Atom, Jaxpr, Predicate
 from jaxact._plan.facts import input_facts, learn
+from jaxact._policy import small_size
 from jaxact._trace import Flat, Kind
 
 T = TypeVar("T")
@@ -29,7 +30,10 @@ def rewrite(flat: Flat) -> tuple[Flat, Callable[[Sequence[Array]], list[Any]]]:
         return fact_of(facts, v) != 0
 
     classes = classify(
-        jaxpr, _largest(jaxpr, depends), depends, set(filter(depends, flattened.invars))
+        jaxpr,
+        small_size(_sizes(jaxpr, depends)),
+        depends,
+        set(filter(depends, flattened.invars)),
     )
     jaxpr = with_cells(with_pools(jaxpr, depends), classes.is_exact, depends)
 
@@ -53,10 +57,10 @@ def _with_constants(flat: Flat, jaxpr: Jaxpr, position: int, count: int) -> Flat
     )
 
 
-def _largest(jaxpr: Jaxpr, depends: Predicate) -> int:
-    """Elements in the largest value that might be a residual."""
+def _sizes(jaxpr: Jaxpr, depends: Predicate) -> list[int]:
+    """Elements in each value that might be a residual."""
     computed = (
         v for e in jaxpr.eqns if e.primitive.name not in MOVES for v in e.outvars
     )
     values = (*jaxpr.invars, *computed)
-    return max((v.aval.size for v in values if is_float(v) and depends(v)), default=0)
+    return [v.aval.size for v in values if is_float(v) and depends(v)]

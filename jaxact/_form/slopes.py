@@ -139,9 +139,19 @@ def _gated_product(gated: Gated, factor: Slope) -> Slope:
 def _product(a: jax.Array | int, b: jax.Array | int) -> Any:
     if isinstance(a, int) or isinstance(b, int):
         number, other = (a, b) if isinstance(a, int) else (b, a)
-        return other if number == 1 else other * number
+        return other if number == 1 else _wide(other) * number
+    a, b = _wide(a), _wide(b)
     dtype = jnp.promote_types(a.dtype, b.dtype)
     return a.astype(dtype) * b.astype(dtype)
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    """A float16 array in float32.
+
+    A product of slopes may overflow where, with small cotangents, no product that JAX
+    computes does. The other dtypes' exponents are as wide as float32's.
+    """
+    return x.astype(jnp.float32) if x.dtype == jnp.float16 else x
 
 
 def plus(a: Slope, b: Slope) -> Slope:
@@ -149,18 +159,23 @@ def plus(a: Slope, b: Slope) -> Slope:
     a, b = (_array(x) if isinstance(x, Gated) else x for x in (a, b))
     if isinstance(a, int) or isinstance(b, int):
         return a + b
+    a, b = _wide(a), _wide(b)
     dtype = jnp.promote_types(a.dtype, b.dtype)
     return a.astype(dtype) + b.astype(dtype)
 
 
 def apply(slope: Slope, tangent: jax.Array, like: jax.Array) -> jax.Array:
-    """slope * tangent, in the shape and dtype of `like`."""
+    """slope * tangent, in the shape and dtype of `like`.
+
+    Multiplied in the slope's dtype where that is wider, see `_wide`.
+    """
     gate = None
     if isinstance(slope, Gated):
         gate, slope = slope.is_open, slope.value
     moved = tangent.astype(like.dtype)
     if isinstance(slope, jax.Array):
-        moved = moved * slope.astype(like.dtype)
+        dtype = slope.dtype if like.dtype == jnp.float16 else like.dtype
+        moved = (moved.astype(dtype) * slope.astype(dtype)).astype(like.dtype)
     elif slope != 1:
         moved = moved * slope
     moved = jnp.broadcast_to(moved, like.shape)
@@ -168,7 +183,9 @@ def apply(slope: Slope, tangent: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def _array(slope: Gated) -> jax.Array:
-    return _select(slope.is_open, slope.is_open.astype(jnp.float32) * slope.value)
+    return _select(
+        slope.is_open, _product(slope.is_open.astype(jnp.float32), slope.value)
+    )
 
 
 def _select(gate: jax.Array, value: jax.Array) -> jax.Array:

@@ -7,8 +7,8 @@ The one table: everything that asks about a primitive derives its sets from thes
 RESHAPES = frozenset(
     "reshape transpose broadcast_in_dim squeeze expand_dims rev".split()
 )
-# Identities that only label their operand: `checkpoint_name`, and `_form/tags.py`.
-LABELS = frozenset(["name", "jaxact_tag"])
+# Identities that only label their operand: `checkpoint_name`.
+LABELS = frozenset(["name"])
 # Change neither.
 COPIES = LABELS | frozenset("copy copy_p stop_gradient sharding_constraint".split())
 # Change an element's type, or only its precision.
@@ -57,6 +57,12 @@ CHEAP = ELEMENTWISE | SUMS | SELECTIONS | {"iota", "bitcast_convert_type"}
 REDUCTIONS = frozenset(
     "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin "
     "reduce".split()
+)
+# Reductions of segments (their updates have more elements than the result), such as
+# the sums of a softmax over a graph's edges.
+SCATTERS = frozenset(
+    "scatter-add scatter_add scatter-max scatter_max scatter-min scatter_min "
+    "scatter-mul scatter_mul".split()
 )
 MATMULS = frozenset(["dot_general", "conv_general_dilated"])
 

@@ -36,6 +36,10 @@ def is_float(v: Atom) -> bool:
     return jnp.issubdtype(v.aval.dtype, jnp.inexact)
 
 
+def is_complex(v: Atom) -> bool:
+    return jnp.issubdtype(v.aval.dtype, jnp.complexfloating)
+
+
 def literal_key(v: Atom) -> Hashable:
     """Equal for equal literals, and for the same variable."""
     if not is_literal(v):
@@ -60,12 +64,27 @@ def has_custom_rule(eqn: Eqn) -> bool:
 
 
 def names_inside(eqn: Eqn) -> frozenset[str]:
-    """The primitives that an equation evaluates, also inside calls."""
-    body = call_body(eqn)
+    """The primitives that an equation evaluates, also inside calls.
+
+    Without broadcasts of one number: `jnp.where(mask, 0, x)` has one.
+    """
+    return _names_inside(eqn, set())
+
+
+def _names_inside(eqn: Eqn, constant: set[Var]) -> frozenset[str]:
+    """The primitives; adds outputs that are one number everywhere to `constant`."""
+    inputs = [not v.aval.shape or v in constant for v in eqn.invars]
+    is_constant = bool(inputs) and all(inputs)
+    if is_constant:
+        constant.update(eqn.outvars)
+    name, body = eqn.primitive.name, call_body(eqn)
     if body is None:
-        return frozenset([eqn.primitive.name])
+        is_broadcast = is_constant and name == "broadcast_in_dim"
+        return frozenset() if is_broadcast else frozenset([name])
     jaxpr, _ = open_jaxpr(body)
-    return frozenset().union(*map(names_inside, jaxpr.eqns))
+    pairs = zip(jaxpr.invars, inputs, strict=True)
+    numbers = {v for v, is_number in pairs if is_number}
+    return frozenset().union(*(_names_inside(e, numbers) for e in jaxpr.eqns))
 
 
 def is_elementwise(eqn: Eqn) -> bool:

@@ -89,7 +89,7 @@ def _decide(reading: Reading, v: Var) -> Decision:
     residual = reading.provenance.of(v)
     decision = decide_unrounded(reading, v, residual)
     if decision is None:
-        return reading.policy.decide(residual, largest=reading.largest)
+        return reading.policy.decide(residual, small_size=reading.small_size)
     if decision.reason is Reason.OF_PARAMETERS and residual.primitive in VIEWS:
         return dataclasses.replace(decision, action=Recompute())
     return decision

@@ -18,7 +18,7 @@ from jaxact._jaxpr.types import Producers, Var
 from jaxact._plan.facts import ACTIVATION, STORED, input_facts, learn
 from jaxact._plan.forward import Forward
 from jaxact._plan.storage import Normalized, Replay, StoragePlan
-from jaxact._policy import Policy
+from jaxact._policy import Policy, small_size
 from jaxact._residual import Provenance, Residual
 from jaxact._trace import Flat
 
@@ -32,7 +32,7 @@ class Reading:
       inputs: the variables that are given to the program.
       producers: the equation that computes each other variable.
       leaves: the distinct variables among the residuals.
-      largest: elements in the largest activation among `leaves`.
+      small_size: the most elements that a small activation among `leaves` has.
       provenance: tells where a variable comes from.
     """
 
@@ -42,7 +42,7 @@ class Reading:
     inputs: frozenset[Var]
     producers: Producers
     leaves: tuple[Var, ...]
-    largest: int
+    small_size: int
     provenance: Provenance
 
     def is_activation(self, v: Var) -> bool:
@@ -68,7 +68,7 @@ def read_forward(forward: Forward, flat: Flat, policy: Policy, prefix: str) -> R
         frozenset([*jaxpr.invars, *jaxpr.constvars]),
         provenance.producers(jaxpr),
         leaves,
-        max(sizes, default=0),
+        small_size(sizes),
         provenance,
     )
 

@@ -138,7 +138,7 @@ def test_a_codec_of_ones_own_in_a_rule():
 def test_it_declines_integers():
     policy = Policy(default=Float8())
     residual = Residual((64, 64), np.dtype("int32"))
-    decision = policy.decide(residual, largest=residual.size)
+    decision = policy.decide(residual, small_size=0)
     assert decision.action == Exact()
     assert "Float8 stores real floats, not int32" in decision.why
 

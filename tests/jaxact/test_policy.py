@@ -30,8 +30,8 @@ HIDDEN = Residual(
 )
 
 
-def decide(policy, residual=HIDDEN, largest=64 * 256):
-    return policy.decide(residual, largest=largest)
+def decide(policy, residual=HIDDEN, small_size=512):
+    return policy.decide(residual, small_size=small_size)
 
 
 @pytest.mark.parametrize(

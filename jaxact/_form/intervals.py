@@ -1,0 +1,150 @@
+"""Intervals that hold a program's values, whatever its inputs are.
+
+Interval arithmetic over single equations (Moore, Interval Analysis, 1966), enough to
+tell 1 + exp(-x) from a divisor that may vanish. Rounding errors of the forward pass
+are not included: a bound is compared with a margin that is far wider.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+from jaxact._jaxpr.primitives import JOINS, MOVES, SELECTIONS
+from jaxact._jaxpr.read import is_literal
+from jaxact._jaxpr.types import Atom, Eqn, Jaxpr, Var
+
+Interval: TypeAlias = tuple[float, float]
+_Function: TypeAlias = Callable[..., Interval]
+
+REALS: Interval = (-math.inf, math.inf)
+# Results that lie in an interval whatever the operands are.
+_RANGES: dict[str, Interval] = {
+    "logistic": (0.0, 1.0),
+    "tanh": (-1.0, 1.0),
+    "erf": (-1.0, 1.0),
+    "erfc": (0.0, 2.0),
+    "sin": (-1.0, 1.0),
+    "cos": (-1.0, 1.0),
+}
+
+
+def find_intervals(jaxpr: Jaxpr) -> dict[Var, Interval]:
+    """An interval for each computed variable that has one shorter than the reals."""
+    intervals: dict[Var, Interval] = {}
+    for eqn in jaxpr.eqns:
+        if len(eqn.outvars) == 1:
+            interval = _result(eqn, [interval_of(v, intervals) for v in eqn.invars])
+            if interval != REALS:
+                intervals[eqn.outvars[0]] = interval
+    return intervals
+
+
+def interval_of(v: Atom, intervals: dict[Var, Interval]) -> Interval:
+    """The interval of a variable or a literal."""
+    if is_literal(v):
+        values = np.asarray(v.val)
+        is_number = values.dtype.kind in "biuf" or values.dtype.name == "bfloat16"
+        value = float(values) if is_number and values.ndim == 0 else math.nan
+        return REALS if math.isnan(value) else (value, value)
+    return (0.0, 1.0) if v.aval.dtype == bool else intervals.get(v, REALS)
+
+
+def _result(eqn: Eqn, operands: Sequence[Interval]) -> Interval:
+    name = eqn.primitive.name
+    if name in _RANGES:
+        return _RANGES[name]
+    if name in MOVES or name in SELECTIONS or name in ("reduce_max", "reduce_min"):
+        return operands[0]
+    if name in JOINS:
+        return _hull(*operands)
+    if name == "select_n":
+        return _hull(*operands[1:])
+    if name in ("square", "mul") and eqn.invars[0] is eqn.invars[-1]:
+        return _square(operands[0])
+    if name == "integer_pow" and eqn.params["y"] > 0:
+        return _square(operands[0]) if eqn.params["y"] % 2 == 0 else REALS
+    if name in ("reduce_sum", "dot_general"):
+        return _sum_of_products(operands)
+    function = _FUNCTIONS.get(name)
+    return REALS if function is None else function(*operands)
+
+
+def _hull(*intervals: Interval) -> Interval:
+    return min(lo for lo, _ in intervals), max(hi for _, hi in intervals)
+
+
+def _monotone(function: Callable[[float], float], least: float) -> _Function:
+    """Of an increasing function, whose domain starts at `least`."""
+
+    def end(x: float) -> float:
+        try:
+            return function(max(x, least))
+        except OverflowError:
+            return math.inf
+        except ValueError:  # log(0)
+            return -math.inf
+
+    return lambda x: (end(x[0]), end(x[1]))
+
+
+def _add(x: Interval, y: Interval) -> Interval:
+    return x[0] + y[0], x[1] + y[1]
+
+
+def _negative(x: Interval) -> Interval:
+    return -x[1], -x[0]
+
+
+def _product(x: Interval, y: Interval) -> Interval:
+    ends = [a * b if a and b else 0.0 for a in x for b in y]  # 0 * inf is 0 here
+    return min(ends), max(ends)
+
+
+def _quotient(x: Interval, y: Interval) -> Interval:
+    if y[0] < 0 < y[1]:
+        return REALS
+    if y[1] <= 0:
+        return _quotient(_negative(x), _negative(y))
+    inverse = (1 / y[1], 1 / y[0] if y[0] else math.inf)
+    return _product(x, inverse)
+
+
+def _absolute(x: Interval) -> Interval:
+    return max(x[0], -x[1], 0.0), max(-x[0], x[1])
+
+
+def _square(x: Interval) -> Interval:
+    lo, hi = _absolute(x)
+    return lo * lo, hi * hi
+
+
+def _sum_of_products(operands: Sequence[Interval]) -> Interval:
+    """Of any number of terms: the sign is known, the size is not."""
+    lo, hi = _product(*operands) if len(operands) == 2 else operands[0]
+    return (lo if lo >= 0 else -math.inf, hi if hi <= 0 else math.inf)
+
+
+_FUNCTIONS: dict[str, _Function] = {
+    "add": _add,
+    "add_any": _add,
+    "sub": lambda x, y: _add(x, _negative(y)),
+    "neg": _negative,
+    "mul": _product,
+    "div": _quotient,
+    "abs": _absolute,
+    "max": lambda x, y: (max(x[0], y[0]), max(x[1], y[1])),
+    "min": lambda x, y: (min(x[0], y[0]), min(x[1], y[1])),
+    "clamp": lambda low, x, high: (
+        min(max(x[0], low[0]), high[0]),
+        min(max(x[1], low[1]), high[1]),
+    ),
+    "exp": _monotone(math.exp, -math.inf),
+    "exp2": _monotone(lambda x: 2.0**x, -math.inf),
+    "expm1": _monotone(math.expm1, -math.inf),
+    "log": _monotone(math.log, 0.0),
+    "log1p": _monotone(math.log1p, -1.0),
+    # An operand without a bound may lie anywhere in the domain, and far from its end.
+    "sqrt": lambda x: REALS if x[0] < 0 else _monotone(math.sqrt, 0.0)(x),
+}

@@ -1,0 +1,60 @@
+"""Arguments that may come near the pole of a function, and its derivative's.
+
+The slope of log(q + 1e-9) spans nine orders of magnitude, and is multiplied with
+softmax's own rounded factor: at 8 bits the gradient of the naive cross-entropy had 1.4
+times its own size in noise, and `rel_entr(p, softmax(z))` 837 times. With the argument
+exact both factors cancel as they do without rounding.
+"""
+
+import math
+from collections.abc import Iterator
+
+from jaxact._form.affine_classes import Classes
+from jaxact._form.intervals import Interval, find_intervals, interval_of
+from jaxact._jaxpr.read import is_literal
+from jaxact._jaxpr.types import Atom, Eqn, Jaxpr, Var
+
+# An argument that stays this far from the pole has slopes within 10 (a logarithm's)
+# or 100 (an inverse's): x / (1 + exp(-x)), log1p(exp(x)).
+MARGIN = 0.1
+# Functions of their first operand with a pole where their domain ends.
+_POLES = {"log": 0.0, "sqrt": 0.0, "rsqrt": 0.0, "log1p": -1.0}
+
+
+def bases_near_poles(jaxpr: Jaxpr, classes: Classes) -> set[Var]:
+    """Bases in which an argument is affine that may come near a pole."""
+    intervals = find_intervals(jaxpr)
+    arguments = [v for eqn in jaxpr.eqns for v in _arguments(eqn, intervals)]
+    inexact = [v for v in arguments if not classes.is_exact(v)]
+    return {_whole(classes.base[v], classes) for v in inexact}
+
+
+def _whole(base: Var, classes: Classes) -> Var:
+    """The base that others are parts of: exponentials, for `where(q > 0, q, 1)`."""
+    while base in classes.parts:
+        base = classes.parts[base]
+    return base
+
+
+def _arguments(eqn: Eqn, intervals: dict[Var, Interval]) -> Iterator[Atom]:
+    """An equation's operand, if its bounds reach near the equation's pole.
+
+    Without a bound nothing is known: that log(x) is taken says that x is positive.
+    """
+    name = eqn.primitive.name
+    if name in _POLES:
+        x, pole = eqn.invars[0], _POLES[name]
+    elif name == "div" or (name == "integer_pow" and eqn.params["y"] < 0):
+        x, pole = eqn.invars[-1], 0.0
+    elif name == "pow" and not _is_power(eqn.invars[1]):
+        x, pole = eqn.invars[0], 0.0
+    else:
+        return
+    lo, hi = interval_of(x, intervals)
+    if (-math.inf < lo or hi < math.inf) and lo < pole + MARGIN and hi > pole - MARGIN:
+        yield x
+
+
+def _is_power(exponent: Atom) -> bool:
+    """Whether it is a small natural number, with which a power has no pole."""
+    return is_literal(exponent) and exponent.val in (0, 1, 2, 3, 4)

@@ -1,0 +1,61 @@
+"""Statistics: sums, means and extremes that scale or shift other values.
+
+A norm's mean and deviation, a softmax's maximum and sum: all elements that are scaled
+by one get its noise alike, so they are told by their use and not by their size. A
+reduction that a product contracts with is none: a pooled feature is an activation like
+another.
+"""
+
+from jaxact._jaxpr.primitives import MATMULS, MOVES, REDUCTIONS, SCATTERS
+from jaxact._jaxpr.read import is_elementwise, is_float, variables_in
+from jaxact._jaxpr.types import Eqn, Jaxpr, Predicate, Var
+
+
+def find_statistics(jaxpr: Jaxpr, is_activation: Predicate) -> set[Var]:
+    """Results of reductions, and elementwise functions of them and of parameters.
+
+    Args:
+      is_activation: whether a variable is made from more than parameters.
+    """
+    contracted = _contracted(jaxpr)
+    statistics: set[Var] = set()
+    for eqn in jaxpr.eqns:
+        v, inputs = eqn.outvars[0], variables_in(eqn.invars)
+        if v in contracted or not is_float(v):
+            continue
+        if eqn.primitive.name in REDUCTIONS | SCATTERS:
+            if v.aval.size < max(x.aval.size for x in inputs):
+                statistics.add(v)
+        elif _keeps_size(eqn):
+            known = [x for x in inputs if x in statistics]
+            others = [x for x in inputs if x not in statistics and is_float(x)]
+            is_alike = any(x.aval.size == v.aval.size for x in known)
+            if is_alike and not any(map(is_activation, others)):
+                statistics.add(v)
+    return statistics
+
+
+def _contracted(jaxpr: Jaxpr) -> set[Var]:
+    """Variables that a product contracts with, also past elementwise functions."""
+    contracted: set[Var] = set()
+    for eqn in reversed(jaxpr.eqns):
+        inputs = variables_in(eqn.invars)
+        if eqn.primitive.name in MATMULS:
+            if _contracts(eqn):
+                contracted.update(inputs)
+        elif eqn.outvars[0] in contracted and _keeps_size(eqn):
+            size = eqn.outvars[0].aval.size
+            contracted.update(x for x in inputs if x.aval.size == size)
+    return contracted
+
+
+def _contracts(eqn: Eqn) -> bool:
+    """Whether a product sums: `einsum("td,t->td", x, rstd)` does not."""
+    if eqn.primitive.name != "dot_general":
+        return True
+    (axes, _), _ = eqn.params["dimension_numbers"]
+    return len(axes) > 0
+
+
+def _keeps_size(eqn: Eqn) -> bool:
+    return is_elementwise(eqn) or eqn.primitive.name in MOVES

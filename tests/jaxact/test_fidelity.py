@@ -1,0 +1,284 @@
+"""Gradients near the plain ones where they once were wrong, or drowned in noise."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxact
+from jaxact import Exact, Policy, Quantize, Rule
+from jaxact._policy import SMALL_PART, small_size
+from support import blocks
+from support.programs import relative_error
+
+pytestmark = [
+    pytest.mark.unoptimized,
+    # Functions near a pole alone leave nothing to compress, and say so.
+    pytest.mark.filterwarnings("ignore::jaxact.CompressionWarning"),
+]
+
+T, D = 16, 64
+X = jax.random.normal(jax.random.key(0), (T, D))
+CT = jax.random.normal(jax.random.key(1), (T, D))
+X_EXACT = (Rule(Exact(), where=lambda residual: not residual.primitive),)
+EXACT = Policy(bits=8, rules=(Rule(Exact(), where=lambda residual: True),))
+
+
+def gradient_error(f, *args, policy, argnums=0, seed=0):
+    """Relative error of one draw's gradient of sum(f * normal), as float64 norms."""
+
+    def loss(f):
+        def of(*args):
+            out = f(*args)
+            ct = jax.random.normal(jax.random.key(seed), out.shape)
+            return (out.astype(jnp.float32) * ct).sum()
+
+        return of
+
+    small = jaxact.compress(f, policy=policy, activations=range(len(args)))
+    gradient = lambda f: jax.grad(loss(f), argnums=argnums)(*args)
+    return relative_error(gradient(small), gradient(f))
+
+
+def rfft(x):
+    return jnp.fft.rfft(x)
+
+
+def mod_relu(x):
+    z = rfft(x)
+    size = abs(z)
+    gain = jax.nn.relu(size - 0.5) / (size + 1e-3)
+    return (gain.astype(z.dtype) * z).real
+
+
+def gate(x):
+    z = rfft(x)
+    return (z * jax.nn.sigmoid(abs(z)).astype(z.dtype)).real
+
+
+COMPLEX = {
+    "log": lambda x: jnp.log(abs(rfft(x))),
+    "shifted log": lambda x: jnp.log(abs(rfft(x)) + 1e-3),
+    "tanh": lambda x: jnp.tanh(abs(rfft(x))),
+    "log1p of a power": lambda x: jnp.log1p(abs(rfft(x)) ** 2),
+    "modReLU": mod_relu,
+    "gate": gate,
+    "square": lambda x: abs(rfft(x)) ** 2,
+}
+
+
+@pytest.mark.parametrize("f", COMPLEX.values(), ids=COMPLEX)
+def test_size_of_a_complex_number(f):
+    # A transform of 64 values and its transpose, in float32, in another order of sums.
+    assert gradient_error(f, X, policy=EXACT) < 1e-5
+    # Rounding to 8 bits of a group's range R, where it is 6 to 8 deviations, has a
+    # deviation of at most R / 255 / 2: 1.6 %; twice that, for two factors.
+    assert gradient_error(f, X, policy=Policy(bits=8)) < 0.032
+
+
+@pytest.mark.parametrize("policy", [EXACT, Policy(bits=8)], ids=["exact", "8 bits"])
+def test_product_of_slopes_beyond_float16(policy):
+    x = X.astype(jnp.float16)
+    f = lambda x: jnp.tanh(x * 1e-4) * 1000 * 1000
+    small = jaxact.compress(f, policy=policy, activations=0)
+    ct = jnp.full_like(x, 1e-3)
+    got = jax.vjp(small, x)[1](ct)[0]
+    assert got.dtype == jnp.float16
+    # 1e-4 and three products of float16: half an ulp (2^-11) each, in both gradients.
+    assert relative_error(got, jax.vjp(f, x)[1](ct)[0]) < 8 * 2**-11
+
+
+def guarded(x):
+    positive = jax.nn.relu(x)
+    return jax.scipy.special.xlogy(positive, positive + (x <= 0).astype(x.dtype))
+
+
+SPECIAL = {
+    "guarded xlogy": guarded,
+    "entr": lambda x: jax.scipy.special.entr(abs(x) + 0.1),
+    "xlog1py": lambda x: jax.scipy.special.xlog1py(x, jnp.square(x)),
+    "rel_entr": lambda x: jax.scipy.special.rel_entr(jax.nn.relu(x), jnp.exp(x)),
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("f", SPECIAL.values(), ids=SPECIAL)
+def test_custom_derivative_with_a_broadcast_number(f, dtype):
+    x = X.astype(dtype)
+    small = jaxact.compress(f, policy=Policy(bits=8), activations=0)
+    # One array: the slope or, near a pole, the argument, which is referenced.
+    rows = jaxact.residuals(small, x).rows
+    assert len([row for row in rows if row.dtype != jnp.bool_]) <= 1
+    ways = [lambda g: g, jax.jit, jax.vmap]
+    for way in ways:
+        got = jax.vjp(way(small), x)[1](CT.astype(dtype))[0]
+        wanted = jax.vjp(way(f), x)[1](CT.astype(dtype))[0]
+        assert jnp.isfinite(got).all()
+        # Of the slope's range, at most 16 deviations (logarithms): 16 / 255 / 2; in
+        # bfloat16 each of a handful of steps rounds by 2^-9.
+        assert relative_error(got, wanted) < 0.032 + 4 * float(jnp.finfo(dtype).eps)
+
+
+def instance_norm(x):
+    return blocks.normalize(x.reshape(T, 8, -1), 1) ** 2
+
+
+def pair_norm(x):
+    x = x.reshape(T, -1, 2)
+    return x / jnp.sqrt((x * x).sum(-1, keepdims=True) + 0.1) + jnp.tanh(x)
+
+
+@pytest.mark.parametrize("f", [instance_norm, pair_norm])
+def test_statistics_of_a_few_elements(f):
+    table = jaxact.residuals(jaxact.compress(f, activations=0), X)
+    statistics = [row for row in table.rows if isinstance(row.action, Exact)]
+    assert statistics
+    assert all(row.why in ("a statistic", "small") for row in statistics)
+    # At 2 bits a step is a third of a group's range of 4 to 6 deviations: an error of
+    # about the elements' own size, in each factor.
+    assert gradient_error(f, X, policy=Policy(bits=2)) < 6
+
+
+def test_a_pooled_feature_is_no_statistic():
+    w = jax.random.normal(jax.random.key(2), (D, D))
+    f = lambda w, x: jax.nn.gelu(x.reshape(T, 2, D).mean(1)) @ w
+    x = jax.random.normal(jax.random.key(3), (T, 2 * D))
+    table = jaxact.residuals(jaxact.compress(f, activations=1), w, x)
+    assert all(row.why == "policy bits" for row in table.rows if row.primitive)
+
+
+def test_a_statistic_multiplied_by_einsum_stays_exact():
+    f = lambda x: jnp.einsum("td,t->td", x, jax.lax.rsqrt((x * x).mean(1) + 1e-5)) ** 2
+    assert gradient_error(f, X, policy=Policy(bits=8)) < 0.032
+
+
+def test_small_is_a_bound_on_all_that_is_spared():
+    assert small_size([]) == 0
+    assert small_size([100] * SMALL_PART) == 0  # each alone is small, not all
+    assert small_size([100, 100 * SMALL_PART]) == 100
+    assert small_size([100, 1, 101 * SMALL_PART]) == 100
+    assert small_size([100, 1, 99 * SMALL_PART]) == 1
+
+
+def test_long_sequences_keep_no_more_exactly():
+    """[B, H, T, T] scores do not make [B, T, D] arrays small."""
+    heads, width = 4, 64
+    split = lambda y: y.reshape(-1, heads, width)
+
+    def attention(p, x):
+        q, k, v = (split(x @ p[i]) for i in range(3))
+        weights = jax.nn.softmax(jnp.einsum("thw,shw->hts", q, k))
+        return jnp.einsum("hts,shw->thw", weights, v)
+
+    shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)
+    small = jaxact.compress(attention, activations=1)
+    p = shape(3, heads * width, heads * width)
+    shorter, longer = (
+        jaxact.residuals(small, p, shape(length, heads * width)).stored_bytes
+        for length in (2047, 2048)
+    )
+    # (2048 / 2047)^2, and a group more in a row of 2048 than in 2047.
+    assert longer < 1.01 * shorter
+
+
+@jax.custom_vjp
+def probabilities(scores):
+    return jax.nn.softmax(scores)
+
+
+def _forward(scores):
+    return probabilities(scores), (scores, jax.nn.logsumexp(scores, -1, keepdims=True))
+
+
+def _backward(residuals, ct):
+    scores, total = residuals
+    y = jnp.exp(scores - total)
+    return (y * (ct - (y * ct).sum(-1, keepdims=True)),)
+
+
+probabilities.defvjp(_forward, _backward)
+
+
+def test_a_rule_that_computes_values_again_gets_8_bits():
+    w = jax.random.normal(jax.random.key(2), (D, D)) / 8
+    f = lambda w, x: probabilities(3 * x @ w)
+    actions = {
+        Policy(bits=2): Quantize(8),
+        Policy(default=Quantize(3)): Quantize(3),
+        Policy(rules=(Rule(Quantize(4), recomputed_from=True),)): Quantize(4),
+        Policy(rules=(Rule(Quantize(4), recomputed_from=False),)): Quantize(8),
+    }
+    for policy, action in actions.items():
+        table = jaxact.residuals(jaxact.compress(f, policy=policy, activations=1), w, X)
+        (row,) = (row for row in table.rows if row.bias.value == "biased")
+        assert row.action == action
+    # exp(s + e) is wrong by e: at most half a step of 1/255 of a range of 6 deviations
+    # of 3, twice, for y and for its mean.
+    assert gradient_error(f, w, X, policy=Policy(bits=2, rules=X_EXACT)) < 0.08
+
+
+def test_recomputed_from_is_checked():
+    with pytest.raises(TypeError, match="recomputed_from=True"):
+        Rule(Exact(), recomputed_from=1)  # pyright: ignore
+
+
+CLASSES = jax.nn.one_hot(jnp.arange(T) % D, D)
+SOFT = jax.nn.softmax(3 * CT)
+
+POLES = {
+    "cross-entropy": lambda z: -(CLASSES * jnp.log(jax.nn.softmax(z) + 1e-9)),
+    "rel_entr": lambda z: jax.scipy.special.rel_entr(SOFT, jax.nn.softmax(z)),
+    "inverse": lambda z: SOFT / (jax.nn.softmax(z) + 1e-6),
+    "root": lambda z: jnp.sqrt(jax.nn.softmax(z)),
+    "power": lambda z: (jax.nn.softmax(z) + 1e-2) ** -1.5,
+}
+MATRIX = jax.random.normal(jax.random.key(2), (D, D)) * 3 / 8
+
+
+@pytest.mark.parametrize("f", POLES.values(), ids=POLES)
+def test_argument_near_a_pole(f):
+    g = lambda w, x: f(x @ w)
+    small = jaxact.compress(g, policy=Policy(bits=8), activations=1)
+    rows = jaxact.residuals(small, MATRIX, X).rows
+    assert [row.primitive for row in rows if "pole" in row.why] == ["exp"]
+    assert gradient_error(g, MATRIX, X, policy=Policy(bits=8), argnums=(0, 1)) < 0.032
+
+
+NEAR = {
+    "logarithm": lambda z: jnp.log(jnp.abs(z) + 1e-3),
+    "division": lambda z: jnp.tanh(z) / (jnp.abs(z) + 1e-2),
+    "power": lambda z: (jax.nn.relu(z) + 1e-2) ** -1.5,
+}
+
+
+@pytest.mark.parametrize("f", NEAR.values(), ids=NEAR)
+def test_activation_near_a_pole(f):
+    g = lambda w, x: f(x @ w)
+    assert gradient_error(g, MATRIX, X, policy=Policy(bits=8), argnums=(0, 1)) < 0.032
+
+
+FAR = {
+    "swish": lambda x: x / (1 + jnp.exp(-x)),
+    "softplus": lambda x: jnp.log(1 + jnp.exp(x)),
+    "log1p": lambda x: jnp.log1p(jnp.exp(x)),
+    "root": lambda x: jnp.sqrt(x * x + 1),
+    "softsign": lambda x: x / (1 + jnp.abs(x)),
+    "logaddexp": lambda x: jax.nn.softplus(x),
+    "square root of a gate": lambda x: jnp.sqrt(0.5 + jax.nn.sigmoid(x)),
+    "clipped": lambda x: jnp.log(jnp.clip(x, 0.2, 5.0)),
+    "safe": lambda x: jnp.log(jnp.where(x > 1, jnp.exp2(jax.nn.relu(x)), 1.0)),
+}
+
+
+@pytest.mark.parametrize("f", FAR.values(), ids=FAR)
+def test_argument_far_from_a_pole_is_compressed(f):
+    w = jnp.eye(D)
+    small = jaxact.compress(lambda w, x: f(x) @ w, activations=1)
+    rows = jaxact.residuals(small, w, X).rows
+    assert not [row for row in rows if isinstance(row.action, Exact) and row.primitive]
+
+
+def test_a_rule_decides_near_a_pole():
+    policy = Policy(bits=8, rules=(Rule(Quantize(4), primitive="exp"),))
+    f = lambda w, x: POLES["cross-entropy"](x @ w)
+    rows = jaxact.residuals(jaxact.compress(f, policy=policy), MATRIX, X).rows
+    assert [row.action for row in rows if row.primitive == "exp"] == [Quantize(4)]
