@@ -149,7 +149,9 @@ class _Options:
             static = self.static_argnums
             adapter = find.for_arguments((*args, *kwargs.values()))
             if adapter is not None:
-                method = adapter.compress_method(f, self.policy, static)
+                method = adapter.compress_method(
+                    f, self.policy, static, self.activations
+                )
                 return method(*args, rounding_key=rounding_key, **kwargs)
             describe = arguments(f, args, kwargs, self.activations, static)
             seed = seed_from(rounding_key)

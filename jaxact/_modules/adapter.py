@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
 from jaxact._policy import Policy
+from jaxact._trace import Names
 
 if TYPE_CHECKING:
     from jaxact._modules.pure import PureCall
@@ -35,10 +36,12 @@ class Adapter(Protocol):
         f: Callable[..., object],
         policy: Policy,
         static_argnums: Sequence[str | int],
+        activations: Names | None = None,
     ) -> Callable[..., object]:
         """A method, or a function that takes modules, compressed.
 
-        Its arguments are activations; the modules' variables are parameters.
+        Its arguments are activations, all or those named; the modules' variables are
+        parameters.
         """
         ...
 
