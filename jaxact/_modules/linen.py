@@ -15,6 +15,7 @@ from flax.core import Scope, lift
 from jaxact._engine.call import call_compressed, seed_from
 from jaxact._jaxpr.types import Array
 from jaxact._modules.adapter import NOISE_STREAM, require_call
+from jaxact._modules.original import remember
 from jaxact._policy import Policy
 from jaxact._residual import join_paths
 from jaxact._trace import Argument, Kind, Names, arguments
@@ -35,6 +36,7 @@ def compress(target: T, policy: Policy, static_argnums: Sequence[str | int]) -> 
     # Linen names submodules after their class: keep Block_0.
     for attribute in ("__name__", "__qualname__", "__module__", "__doc__"):
         setattr(lifted, attribute, getattr(target, attribute))
+    remember(lifted, target, None, tuple(static_argnums))
     return cast(T, lifted)
 
 

@@ -17,6 +17,7 @@ from flax import nnx
 
 from jaxact._engine.call import call_compressed, seed_from
 from jaxact._modules.adapter import NOISE_STREAM, require_call
+from jaxact._modules.original import original_of, remember
 from jaxact._modules.pure import PureCall
 from jaxact._policy import Policy
 from jaxact._trace import Argument, Kind, Names, arguments
@@ -26,10 +27,15 @@ T = TypeVar("T")
 
 def compress(target: T, policy: Policy, static_argnums: Sequence[str | int]) -> T:
     """A module class with the same name, or a callable module sharing state."""
+    static = tuple(static_argnums)
     if isinstance(target, type):
-        return cast(T, _compress_class(target, policy, tuple(static_argnums)))
+        return cast(T, _compress_class(target, policy, static))
+    original = original_of(type(target))
+    cls = type(target) if original is None else original.target
+    if original is not None:
+        static = static or original.static_argnums
     shared = copy.copy(target)
-    shared.__class__ = _class_for(type(target), policy, tuple(static_argnums))
+    shared.__class__ = _class_for(cls, policy, static)
     return shared
 
 
@@ -122,13 +128,22 @@ def _compress_class(
     target: type, policy: Policy, static_argnums: tuple[str | int, ...]
 ) -> type:
     require_call(target)
+    call, activations = target.__call__, None
+    original = original_of(call)  # decorated, or inherited from a compressed class
+    if original is not None:
+        call, activations = original.target, original.activations
+        static_argnums = static_argnums or original.static_argnums
+    method = compress_method(call, policy, static_argnums, activations)
+    remember(method, call, activations, static_argnums)
     body = {
-        "__call__": compress_method(target.__call__, policy, static_argnums),
+        "__call__": method,
         "__module__": target.__module__,
         "__qualname__": target.__qualname__,
         "__doc__": target.__doc__,
     }
-    return type(target)(target.__name__, (target,), body)
+    compressed = type(target)(target.__name__, (target,), body)
+    remember(compressed, target, None, static_argnums)
+    return compressed
 
 
 # One class for all instances: jit and NNX compare modules by their classes.
