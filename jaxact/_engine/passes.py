@@ -221,7 +221,9 @@ def backward_inputs(
     # from the forward pass on.
     replayed = {v for step in plan.replay for v in step.inputs}
     sources = {v: x for v, x in env.items() if v in replayed}
-    arrays = [_instantiate(c) for c in cotangents]
+    outputs = plan.forward.jaxpr.outvars[: plan.forward.num_outputs]
+    pairs = zip(cotangents, outputs, strict=True)
+    arrays = [_instantiate(c, v.aval.dtype) for c, v in pairs]
     if not packed and not plan.replay:
         return BackwardInputs(packed, env, sources, arrays)
     floating = [i for i, c in enumerate(arrays) if c.dtype != jax.dtypes.float0]
@@ -268,7 +270,12 @@ def _restored(plan: StoragePlan, decoded: Sequence[jax.Array], env: Env) -> Env:
     }
 
 
-def _instantiate(cotangent: jax.Array | SymbolicZero) -> Any:
+def _instantiate(
+    cotangent: jax.Array | SymbolicZero | float, dtype: np.dtype[Any]
+) -> Any:
+    """The cotangent of an output with this dtype, as an array."""
+    if isinstance(cotangent, int | float | complex):  # of an eager `vjp(1.0)`
+        return jnp.asarray(cotangent, dtype)
     if not isinstance(cotangent, SymbolicZero):
         return cotangent
     aval: Any = cotangent.aval

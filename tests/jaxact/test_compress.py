@@ -265,3 +265,11 @@ def test_an_allocation_is_no_policy():
     allocation = jaxact.Allocation((), jaxact.Sensitivity((), 0.0))
     with pytest.raises(TypeError, match=r"policy=allocation\.policy\(\)"):
         jaxact.compress(layer, policy=allocation)
+
+
+@pytest.mark.parametrize("policy", [Policy(bits=8), Policy(default=Exact())], ids=["8 bits", "exact"])
+@pytest.mark.parametrize("cotangent", [1.0, np.float32(1)], ids=["Python", "NumPy"])
+def test_a_scalar_cotangent(policy, cotangent):
+    small = jaxact.compress(lambda x: jnp.sin(x).sum(), policy=policy)
+    _, vjp = jax.vjp(small, X)
+    assert same_bits(vjp(cotangent)[0], vjp(jnp.float32(1))[0])
