@@ -267,7 +267,9 @@ def test_an_allocation_is_no_policy():
         jaxact.compress(layer, policy=allocation)
 
 
-@pytest.mark.parametrize("policy", [Policy(bits=8), Policy(default=Exact())], ids=["8 bits", "exact"])
+@pytest.mark.parametrize(
+    "policy", [Policy(bits=8), Policy(default=Exact())], ids=["8 bits", "exact"]
+)
 @pytest.mark.parametrize("cotangent", [1.0, np.float32(1)], ids=["Python", "NumPy"])
 def test_a_scalar_cotangent(policy, cotangent):
     small = jaxact.compress(lambda x: jnp.sin(x).sum(), policy=policy)
