@@ -15,13 +15,13 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import core, lax
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from jaxact._checkpoint_policies import PACKED_NAME
 from jaxact._decision import Decision
-from jaxact._jaxpr.evaluate import value_of
+from jaxact._jaxpr.evaluate import evaluate, value_of
 from jaxact._jaxpr.opaque import opaque
 from jaxact._jaxpr.primitives import FUSED
 from jaxact._jaxpr.read import is_float
@@ -135,7 +135,7 @@ def _evaluate(
 ) -> tuple[list[jax.Array], Env]:
     """The outputs, and the values that the saved variables have."""
     forward = plan.forward
-    results = core.eval_jaxpr(plan.program, forward.consts, *inputs)
+    results = evaluate(plan.program, forward.consts, inputs)
     env = dict(zip(plan.saved, results[forward.num_outputs :], strict=True))
     # An argument is kept as the array that it is: the program would give a copy.
     env |= dict(zip(forward.jaxpr.constvars, forward.consts, strict=True))
