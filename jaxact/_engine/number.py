@@ -16,6 +16,7 @@ function called twice, a scan's body. Keys are for these.
 import collections
 import hashlib
 import threading
+from typing import Any
 
 import numpy as np
 from jax.extend import core as jex
@@ -64,4 +65,5 @@ def salted(seed: Array, kind: str, number: int) -> Array:
     if number == 0:
         return seed
     word = hashlib.blake2b(f"{kind} {number}".encode(), digest_size=4).digest()
-    return seed ^ np.uint32(int.from_bytes(word, "little"))
+    bits: Any = seed
+    return bits ^ np.uint32(int.from_bytes(word, "little"))

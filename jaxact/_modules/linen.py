@@ -16,6 +16,7 @@ from jaxact._engine.call import call_compressed, seed_from
 from jaxact._jaxpr.types import Array
 from jaxact._modules.adapter import NOISE_STREAM, require_call
 from jaxact._modules.original import remember
+from jaxact._modules.pickling import make_picklable
 from jaxact._policy import Policy
 from jaxact._residual import join_paths
 from jaxact._trace import Argument, Kind, Names, arguments
@@ -37,6 +38,7 @@ def compress(target: T, policy: Policy, static_argnums: Sequence[str | int]) -> 
     for attribute in ("__name__", "__qualname__", "__module__", "__doc__"):
         setattr(lifted, attribute, getattr(target, attribute))
     remember(lifted, target, None, tuple(static_argnums))
+    make_picklable(cast(type, lifted), compress, target, policy, static_argnums)
     return cast(T, lifted)
 
 

@@ -192,7 +192,7 @@ def _fill(
     return filled
 
 
-def _scope(modules: Sequence[object]) -> contextlib.AbstractContextManager[None]:
+def _scope(modules: Sequence[object]) -> contextlib.AbstractContextManager[object]:
     """The first module's name scope: NNX opens none itself."""
     names = [type(m).__name__ for m in modules if isinstance(m, nnx.Module)]
     return jax.named_scope(names[0]) if names else contextlib.nullcontext()
