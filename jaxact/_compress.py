@@ -10,6 +10,7 @@ import jax
 
 from jaxact._engine.call import call_compressed, seed_from
 from jaxact._modules import find
+from jaxact._modules.original import original_of, refuse_key, remember
 from jaxact._policy import Policy
 from jaxact._trace import Names, arguments, as_tuple
 from jaxact._typing import C, Compress, Compressed, M, P, R
@@ -83,11 +84,16 @@ def compress(
       A class for a class, an instance for an instance, a function for a function; a
       decorator without a target. Compressed functions take a keyword `rounding_key`, a
       JAX PRNG key for the rounding noise; Flax modules use the RNG stream 'jaxact' if
-      there is one. Without a key the noise is derived from the data.
+      there is one. Without a key the noise is derived from the data and the call's
+      number in its trace: where one traced program makes several calls (a jitted
+      function called twice, a scan's body), equal data are rounded alike; give each a
+      key. Of a target that is compressed already, the original is compressed: this
+      call's options decide.
 
     Raises:
       TypeError: `target` or `policy` has the wrong type.
-      ValueError: when called, if `activations` or `static_argnums` name no argument.
+      ValueError: `target` has a parameter `rounding_key` of its own; when called, if
+        `activations` or `static_argnums` name no argument.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxact
@@ -116,9 +122,23 @@ class _Options:
     static_argnums: tuple[str | int, ...]
 
     def compress(self, target: object) -> Any:
-        if isinstance(target, types.MethodType) and find.for_state(target.__self__):
-            method = self._compress_function(target.__func__)
-            return functools.partial(method, target.__self__)  # an argument as others
+        original = original_of(target)
+        if original is not None:
+            options = dataclasses.replace(
+                self,
+                activations=(
+                    original.activations
+                    if self.activations is None
+                    else self.activations
+                ),
+                static_argnums=self.static_argnums or original.static_argnums,
+            )
+            return options.compress(original.target)
+        if isinstance(target, types.MethodType) and (
+            find.for_state(target.__self__) or original_of(target.__func__)
+        ):
+            method = self.compress(target.__func__)
+            return types.MethodType(method, target.__self__)  # an argument as others
         adapter = find.for_target(target)
         if adapter is not None:
             if self.activations is not None:
@@ -142,6 +162,8 @@ class _Options:
         return self._compress_function(target)
 
     def _compress_function(self, f: Callable[..., Any]) -> Callable[..., Any]:
+        refuse_key(f)
+
         @functools.wraps(f)
         def compressed(
             *args: object, rounding_key: jax.Array | None = None, **kwargs: object
@@ -149,12 +171,15 @@ class _Options:
             static = self.static_argnums
             adapter = find.for_arguments((*args, *kwargs.values()))
             if adapter is not None:
-                method = adapter.compress_method(f, self.policy, static)
+                method = adapter.compress_method(
+                    f, self.policy, static, self.activations
+                )
                 return method(*args, rounding_key=rounding_key, **kwargs)
             describe = arguments(f, args, kwargs, self.activations, static)
             seed = seed_from(rounding_key)
             return call_compressed(f, args, kwargs, describe, self.policy, seed)
 
+        remember(compressed, f, self.activations, self.static_argnums)
         return compressed
 
 

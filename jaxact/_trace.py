@@ -14,9 +14,9 @@ from typing import Any, TypeAlias, TypeGuard
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import core
 
 from jaxact._jaxpr.compat import open_jaxpr
+from jaxact._jaxpr.evaluate import evaluate
 from jaxact._jaxpr.types import Array, Jaxpr, Var
 
 # A call's arguments, by name or position.
@@ -52,8 +52,7 @@ class Flat:
     def __call__(self, *values: Array) -> list[Any]:
         num_consts = len(self.jaxpr.constvars)
         consts, inputs = values[:num_consts], values[num_consts:]
-        jaxpr: Any = self.jaxpr
-        return core.eval_jaxpr(jaxpr, consts, *inputs)
+        return evaluate(self.jaxpr, consts, inputs)
 
     @property
     def invars(self) -> list[Var]:

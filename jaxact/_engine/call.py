@@ -6,6 +6,7 @@ same rule with another `Storage` and with settings in its `Draw`.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
@@ -17,6 +18,7 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.extend import source_info_util
 
 from jaxact._checkpoint_policies import SaveEither, save_packed
+from jaxact._engine.number import number_in_trace, salted
 from jaxact._engine.outputs import independent_outputs, select_outputs, when_all
 from jaxact._engine.passes import Draw, Storage, backward_pass, forward_pass
 from jaxact._engine.scan import CompressBody, contains_scan, push_into_scans
@@ -57,6 +59,7 @@ def call_compressed(
     report = functools.partial(warn_if_unused, policy, title)
     values = [jnp.asarray(v) if isinstance(v, np.ndarray) else v for v in values]
     engine = Engine(policy, prefix, title, report)
+    seed = salted(seed, "call", number_in_trace())
     return rebuild(engine(flat, Draw(seed, {}), values))
 
 
@@ -104,9 +107,10 @@ class Engine:
         groups = independent_outputs(flat)
         engine = replace(self, report=when_all(len(groups), self.report))
         outputs: dict[int, jax.Array] = {}
-        for numbers in groups:
+        for i, numbers in enumerate(groups):
             rule = _Rule(engine, select_outputs(flat, numbers))
-            outputs.update(zip(numbers, rule(draw, values), strict=True))
+            own = draw._replace(seed=salted(draw.seed, "outputs", i))
+            outputs.update(zip(numbers, rule(own, values), strict=True))
         return [outputs[i] for i in range(len(outputs))]
 
 
@@ -210,13 +214,15 @@ class _Rule:
         """Trace the forward program and decide about its residuals."""
         flat, engine, nested = self.flat, self.engine, list[StoragePlan]()
         keys, settings = list(draw.probe), list(draw.probe.values())
+        scans = itertools.count()
 
         def compress_body(
             body: Flat, draw: Draw, values: Sequence[Array], scope: str
         ) -> list[jax.Array]:
             prefix = join_paths(engine.prefix, scope)
             inner = replace(engine, prefix=prefix, report=nested.extend)
-            return inner(body, draw, values)
+            own = draw._replace(seed=salted(draw.seed, "scan", next(scans)))
+            return inner(body, own, values)
 
         run = differentiable(flat, engine.policy, compress_body)
 

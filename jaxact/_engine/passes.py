@@ -15,14 +15,14 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import core, lax
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from jaxact._checkpoint_policies import PACKED_NAME
 from jaxact._decision import Decision
 from jaxact._engine.unused import UsedPart, used_part
-from jaxact._jaxpr.evaluate import value_of
+from jaxact._jaxpr.evaluate import evaluate, value_of
 from jaxact._jaxpr.opaque import opaque
 from jaxact._jaxpr.primitives import FUSED
 from jaxact._jaxpr.read import is_float
@@ -136,7 +136,7 @@ def _evaluate(
 ) -> tuple[list[jax.Array], Env]:
     """The outputs, and the values that the saved variables have."""
     forward = plan.forward
-    results = core.eval_jaxpr(plan.program, forward.consts, *inputs)
+    results = evaluate(plan.program, forward.consts, inputs)
     env = dict(zip(plan.saved, results[forward.num_outputs :], strict=True))
     # An argument is kept as the array that it is: the program would give a copy.
     env |= dict(zip(forward.jaxpr.constvars, forward.consts, strict=True))
@@ -228,7 +228,9 @@ def backward_inputs(
     # from the forward pass on.
     replayed = {v for step in plan.replay for v in step.inputs}
     sources = {v: x for v, x in env.items() if v in replayed}
-    arrays = [_instantiate(c) for c in cotangents]
+    outputs = plan.forward.jaxpr.outvars[: plan.forward.num_outputs]
+    pairs = zip(cotangents, outputs, strict=True)
+    arrays = [_instantiate(c, v.aval.dtype) for c, v in pairs]
     if not packed and not plan.replay:
         return BackwardInputs(packed, env, sources, arrays)
     floating = [i for i, c in enumerate(arrays) if c.dtype != jax.dtypes.float0]
@@ -282,7 +284,12 @@ def _restored(plan: StoragePlan, decoded: Sequence[jax.Array], env: Env) -> Env:
     }
 
 
-def _instantiate(cotangent: jax.Array | SymbolicZero) -> Any:
+def _instantiate(
+    cotangent: jax.Array | SymbolicZero | float, dtype: np.dtype[Any]
+) -> Any:
+    """The cotangent of an output with this dtype, as an array."""
+    if isinstance(cotangent, int | float | complex):  # of an eager `vjp(1.0)`
+        return jnp.asarray(cotangent, dtype)
     if not isinstance(cotangent, SymbolicZero):
         return cotangent
     aval: Any = cotangent.aval

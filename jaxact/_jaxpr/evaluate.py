@@ -5,12 +5,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax import lax
+import jax.numpy as jnp
+import numpy as np
+from jax import core, lax
 from jax.extend import source_info_util
 
 from jaxact._jaxpr.compat import bind_params
 from jaxact._jaxpr.read import is_literal
-from jaxact._jaxpr.types import Array, Atom, Env, Eqn
+from jaxact._jaxpr.types import Array, Atom, Env, Eqn, Jaxpr
 
 
 def value_of(v: Atom, env: Env) -> Any:
@@ -18,12 +20,45 @@ def value_of(v: Atom, env: Env) -> Any:
     return v.val if is_literal(v) else env[v]
 
 
+def evaluate(
+    jaxpr: Jaxpr, consts: Sequence[Array], inputs: Sequence[Array]
+) -> list[Any]:
+    """The program's outputs; under `jax.debug_nans` see `bind`."""
+    if not _finds_nans():
+        program: Any = jaxpr
+        return core.eval_jaxpr(program, consts, *inputs)
+    env = dict(zip(jaxpr.constvars, consts, strict=True))
+    env |= dict(zip(jaxpr.invars, inputs, strict=True))
+    for eqn in jaxpr.eqns:
+        results = bind(eqn, [value_of(v, env) for v in eqn.invars])
+        env.update(zip(eqn.outvars, results, strict=True))
+    return [value_of(v, env) for v in jaxpr.outvars]
+
+
 def bind(eqn: Eqn, values: Sequence[Array]) -> list[Any]:
-    """Apply one equation, keeping the source line and scope it was traced under."""
+    """Apply one equation, keeping the source line and scope it was traced under.
+
+    `jax.debug_nans` looks at each operation's result, and at a jitted function's only
+    as a whole. Such a function may hold a NaN for a case that does not occur, as
+    `jnp.var` does; after its body was inlined, copies of that NaN are no finding.
+    """
     functions, params = bind_params(eqn)
-    with traced_at(eqn), eqn.ctx.manager:
+    copies_nan = _finds_nans() and all(map(_is_nan, values))
+    look = jax.debug_nans(False) if copies_nan else contextlib.nullcontext()
+    with traced_at(eqn), eqn.ctx.manager, look:
         out = eqn.primitive.bind(*functions, *values, **params)
     return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def _finds_nans() -> bool:
+    config: Any = jax.config
+    return config.jax_debug_nans
+
+
+def _is_nan(x: Array) -> bool:
+    """Whether a concrete value is NaN in every element."""
+    is_float = jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+    return is_float and not isinstance(x, core.Tracer) and bool(np.isnan(x).all())
 
 
 def traced_at(eqn: Eqn) -> contextlib.AbstractContextManager[None]:

@@ -3,7 +3,9 @@
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
+from jaxact._modules.original import refuse_key
 from jaxact._policy import Policy
+from jaxact._trace import Names
 
 if TYPE_CHECKING:
     from jaxact._modules.pure import PureCall
@@ -35,10 +37,12 @@ class Adapter(Protocol):
         f: Callable[..., object],
         policy: Policy,
         static_argnums: Sequence[str | int],
+        activations: Names | None = None,
     ) -> Callable[..., object]:
         """A method, or a function that takes modules, compressed.
 
-        Its arguments are activations; the modules' variables are parameters.
+        Its arguments are activations, all or those named; the modules' variables are
+        parameters.
         """
         ...
 
@@ -73,9 +77,11 @@ def require_call(target: type) -> None:
 
     Raises:
       TypeError: it has no `__call__`.
+      ValueError: its `__call__` has a parameter `rounding_key`.
     """
     if not callable(getattr(target, "__call__", None)):  # noqa: B004
         raise TypeError(
             f"compress({target.__name__}): the class has no __call__. Decorate the "
             "methods to compress with @jaxact.compress instead."
         )
+    refuse_key(target.__call__)

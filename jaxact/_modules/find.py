@@ -1,6 +1,7 @@
 """Find the adapter for a value, without importing a library before the user did."""
 
 import importlib
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -25,13 +26,21 @@ def for_arguments(args: Sequence[object]) -> Adapter | None:
         adapter = None if isinstance(value, type) else for_target(value)
         if adapter is not None and adapter.takes_part(value, position):
             return adapter
+        adapter = for_state(value)
+        if adapter is not None:
+            return adapter
     return None
 
 
 def for_state(value: object) -> StatefulAdapter | None:
-    """The adapter for an instance that holds its arrays, else None."""
-    adapter = None if isinstance(value, type) else for_target(value)
-    return adapter if isinstance(adapter, StatefulAdapter) else None
+    """The adapter for modules that hold their arrays, in any pytree, else None."""
+    for home, name in _HOMES.items():
+        if home not in sys.modules:  # no value can be of this library
+            continue
+        adapter = importlib.import_module(name)
+        if isinstance(adapter, StatefulAdapter) and adapter.takes_part(value, 0):
+            return adapter
+    return None
 
 
 def _for_class(cls: type) -> Adapter | None:

@@ -15,9 +15,11 @@ from flax.core import Scope, lift
 from jaxact._engine.call import call_compressed, seed_from
 from jaxact._jaxpr.types import Array
 from jaxact._modules.adapter import NOISE_STREAM, require_call
+from jaxact._modules.original import remember
+from jaxact._modules.pickling import make_picklable
 from jaxact._policy import Policy
 from jaxact._residual import join_paths
-from jaxact._trace import Argument, Kind, arguments
+from jaxact._trace import Argument, Kind, Names, arguments
 
 T = TypeVar("T")
 
@@ -35,14 +37,19 @@ def compress(target: T, policy: Policy, static_argnums: Sequence[str | int]) -> 
     # Linen names submodules after their class: keep Block_0.
     for attribute in ("__name__", "__qualname__", "__module__", "__doc__"):
         setattr(lifted, attribute, getattr(target, attribute))
+    remember(lifted, target, None, tuple(static_argnums))
+    make_picklable(cast(type, lifted), compress, target, policy, static_argnums)
     return cast(T, lifted)
 
 
 def compress_method(
-    f: Callable[..., object], policy: Policy, static_argnums: Sequence[str | int]
+    f: Callable[..., object],
+    policy: Policy,
+    static_argnums: Sequence[str | int],
+    activations: Names | None = None,
 ) -> Callable[..., object]:
     """A method (or function that takes a module) with its residuals compressed."""
-    return _lift(f, f, policy, static_argnums)
+    return _lift(f, f, policy, static_argnums, activations)
 
 
 def takes_part(module: object, position: int) -> bool:
@@ -55,6 +62,7 @@ def _lift(
     method: Callable[..., object],
     policy: Policy,
     static_argnums: Sequence[str | int],
+    activations: Names | None = None,
 ) -> Callable[..., object]:
     def transform(fn: Callable[..., Any], **_: object) -> Callable[..., Any]:
         def body(
@@ -74,11 +82,10 @@ def _lift(
                 y = fn(scope, *args, **kwargs)
                 return y, repack(scope)
 
-            # Every argument is an activation; the module itself is number 0.
-            activations = (*range(1, len(args) + 1), *kwargs)
-            described = arguments(
-                method, (None, *args), kwargs, activations, static_argnums
-            )
+            # The module itself is number 0.
+            every = (*range(1, len(args) + 1), *kwargs)
+            wanted = every if activations is None else activations
+            described = arguments(method, (None, *args), kwargs, wanted, static_argnums)
             describe = [
                 Argument("variables", Kind.PARAMETER),
                 Argument("rngs", Kind.PARAMETER),

@@ -1,12 +1,15 @@
 """`compress` for Flax NNX: split a call's modules, merge them inside.
 
 All state goes through the transform as parameters; changed state (statistics, RNG
-counts, sown values) is written back to the caller's modules.
+counts, sown values) is written back to the caller's modules. A module here is any
+object that NNX updates in place: a `Variable` and an `Rngs` too, as an argument or in a
+list, a dict or another pytree.
 """
 
+import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import jax
@@ -14,24 +17,33 @@ from flax import nnx
 
 from jaxact._engine.call import call_compressed, seed_from
 from jaxact._modules.adapter import NOISE_STREAM, require_call
+from jaxact._modules.original import original_of, remember
 from jaxact._modules.pure import PureCall
 from jaxact._policy import Policy
-from jaxact._trace import Argument, Kind, arguments
+from jaxact._trace import Argument, Kind, Names, arguments
 
 T = TypeVar("T")
 
 
 def compress(target: T, policy: Policy, static_argnums: Sequence[str | int]) -> T:
     """A module class with the same name, or a callable module sharing state."""
+    static = tuple(static_argnums)
     if isinstance(target, type):
-        return cast(T, _compress_class(target, policy, tuple(static_argnums)))
+        return cast(T, _compress_class(target, policy, static))
+    original = original_of(type(target))
+    cls = type(target) if original is None else original.target
+    if original is not None:
+        static = static or original.static_argnums
     shared = copy.copy(target)
-    shared.__class__ = _class_for(type(target), policy, tuple(static_argnums))
+    shared.__class__ = _class_for(cls, policy, static)
     return shared
 
 
 def compress_method(
-    f: Callable[..., object], policy: Policy, static_argnums: Sequence[str | int]
+    f: Callable[..., object],
+    policy: Policy,
+    static_argnums: Sequence[str | int],
+    activations: Names | None = None,
 ) -> Callable[..., object]:
     """A function that takes modules and arrays, with its residuals compressed."""
 
@@ -39,14 +51,14 @@ def compress_method(
     def compressed(
         *args: object, rounding_key: jax.Array | None = None, **kwargs: object
     ) -> object:
-        activations = (*range(len(args)), *kwargs)
-        described = arguments(f, args, kwargs, activations, static_argnums)
+        every = (*range(len(args)), *kwargs)
+        wanted = every if activations is None else activations
+        described = arguments(f, args, kwargs, wanted, static_argnums)
         state = Argument("params", Kind.PARAMETER), Argument("state", Kind.PARAMETER)
         pure = purify(f, args, kwargs)
         if rounding_key is None:
             rounding_key = _stream_key(pure.modules)
-        scope = type(pure.modules[0]).__name__
-        with jax.named_scope(scope):  # NNX opens no scopes itself
+        with _scope(pure.modules):
             out = call_compressed(
                 pure.fn,
                 pure.args,
@@ -62,8 +74,8 @@ def compress_method(
 
 
 def takes_part(module: object, position: int) -> bool:
-    """Every module does, as any argument."""
-    return True
+    """Every one does, as any argument or in one."""
+    return bool(_modules_in(module))
 
 
 def purify(
@@ -74,24 +86,33 @@ def purify(
     It takes (parameters, other state, *args, **kwargs), with None for each module, and
     returns f's result, then parameters and other state if f changed them.
     """
-    positions = [i for i, a in enumerate(args) if isinstance(a, nnx.Pytree)]
-    names = [k for k, a in kwargs.items() if isinstance(a, nnx.Pytree)]
-    modules = (*(args[i] for i in positions), *(kwargs[k] for k in names))
+    values = [*args, *kwargs.values()]
+    places = [_places(value) for value in values]
+    modules = tuple(m for value in values for m in _modules_in(value))
     graphdef, params, state = nnx.split(modules, nnx.Param, ...)
 
     def pure(params: object, state: object, *args: object, **kwargs: object) -> Any:
         # Without a copy, tree mode refuses to mutate an outer trace's state.
         merged = nnx.merge(graphdef, params, state, copy=True)
-        full, kwargs = _replace(args, kwargs, positions, names, merged)
-        y = f(*full, **kwargs)
+        full = _fill([*args, *kwargs.values()], places, merged)
+        y = f(*full[: len(args)], **dict(zip(kwargs, full[len(args) :], strict=True)))
         _, new_params, new_state = nnx.split(merged, nnx.Param, ...)
         new_params = None if _same(params, new_params) else new_params
         return y, new_params, None if _same(state, new_state) else new_state
 
-    empty = (None,) * len(modules)
-    others, kwargs = _replace(args, kwargs, positions, names, empty)
-    owners = (*positions, *(-1 for _ in names))
-    return PureCall(pure, (params, state, *others), kwargs, modules, owners)
+    others = _fill(values, places, (None,) * len(modules))
+    owners = (*range(len(args)), *(-1 for _ in kwargs))
+    return PureCall(
+        pure,
+        (params, state, *others[: len(args)]),
+        dict(zip(kwargs, others[len(args) :], strict=True)),
+        modules,
+        tuple(
+            n
+            for n, found in zip(owners, places, strict=True)
+            for _ in range(sum(found))
+        ),
+    )
 
 
 def write_back(modules: Sequence[object], out: Any) -> object:
@@ -107,32 +128,74 @@ def _compress_class(
     target: type, policy: Policy, static_argnums: tuple[str | int, ...]
 ) -> type:
     require_call(target)
+    call, activations = target.__call__, None
+    original = original_of(call)  # decorated, or inherited from a compressed class
+    if original is not None:
+        call, activations = original.target, original.activations
+        static_argnums = static_argnums or original.static_argnums
+    method = compress_method(call, policy, static_argnums, activations)
+    remember(method, call, activations, static_argnums)
     body = {
-        "__call__": compress_method(target.__call__, policy, static_argnums),
+        "__call__": method,
         "__module__": target.__module__,
         "__qualname__": target.__qualname__,
         "__doc__": target.__doc__,
     }
-    return type(target)(target.__name__, (target,), body)
+    compressed = type(target)(target.__name__, (target,), body)
+    remember(compressed, target, None, static_argnums)
+    return compressed
 
 
 # One class for all instances: jit and NNX compare modules by their classes.
 _class_for = functools.lru_cache(_compress_class)
 
 
-def _replace(
-    args: Sequence[object],
-    kwargs: dict[str, object],
-    positions: Sequence[int],
-    names: Sequence[str],
-    values: Iterable[object],
-) -> tuple[list[object], dict[str, object]]:
-    """The call's arguments with `values` for its modules."""
-    replaced, values = list(args), list(values)
-    for position, value in zip(positions, values, strict=False):
-        replaced[position] = value
-    by_name = zip(names, values[len(positions) :], strict=True)
-    return replaced, {**kwargs, **dict(by_name)}
+def _is_module(value: object) -> bool:
+    return isinstance(value, nnx.Pytree | nnx.Variable)
+
+
+def _is_place(value: object) -> bool:
+    """A module, or the None that stands for it while its state travels apart."""
+    return value is None or _is_module(value)
+
+
+def _modules_in(value: object) -> list[Any]:
+    """The modules in a pytree, none inside another."""
+    return [leaf for leaf in _leaves(value) if _is_module(leaf)]
+
+
+def _places(value: object) -> list[bool]:
+    """For each leaf of a pytree whether it is a module; empty without one."""
+    found = [_is_module(leaf) for leaf in _leaves(value)]
+    return found if any(found) else []
+
+
+def _leaves(value: object) -> list[Any]:
+    try:
+        return jax.tree.leaves(value, is_leaf=_is_place)
+    except (TypeError, ValueError):  # a static value: keys that have no order
+        return []
+
+
+def _fill(
+    values: Sequence[object], places: Sequence[list[bool]], new: Sequence[object]
+) -> list[Any]:
+    """The call's arguments with `new` in the modules' places, in order."""
+    remaining = iter(new)
+    filled = []
+    for value, found in zip(values, places, strict=True):
+        if found:
+            leaves, tree = jax.tree.flatten(value, is_leaf=_is_place)
+            pairs = zip(leaves, found, strict=True)
+            value = tree.unflatten([next(remaining) if m else x for x, m in pairs])
+        filled.append(value)
+    return filled
+
+
+def _scope(modules: Sequence[object]) -> contextlib.AbstractContextManager[object]:
+    """The first module's name scope: NNX opens none itself."""
+    names = [type(m).__name__ for m in modules if isinstance(m, nnx.Module)]
+    return jax.named_scope(names[0]) if names else contextlib.nullcontext()
 
 
 def _same(a: object, b: object) -> bool:

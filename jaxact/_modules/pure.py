@@ -20,7 +20,7 @@ class PureCall:
         to the user's result and the state after.
       args, kwargs: for `fn`; each module is None in them.
       modules: that hold arrays, in the user's call; empty where `fn` is the user's.
-      positions: the modules' in the user's call; -1 for a keyword.
+      positions: of each module's argument in the user's call; -1 for a keyword.
     """
 
     fn: Callable[..., Any]

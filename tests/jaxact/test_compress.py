@@ -265,3 +265,31 @@ def test_an_allocation_is_no_policy():
     allocation = jaxact.Allocation((), jaxact.Sensitivity((), 0.0))
     with pytest.raises(TypeError, match=r"policy=allocation\.policy\(\)"):
         jaxact.compress(layer, policy=allocation)
+
+
+@pytest.mark.parametrize(
+    "policy", [Policy(bits=8), Policy(default=Exact())], ids=["8 bits", "exact"]
+)
+@pytest.mark.parametrize("cotangent", [1.0, np.float32(1)], ids=["Python", "NumPy"])
+def test_a_scalar_cotangent(policy, cotangent):
+    small = jaxact.compress(lambda x: jnp.sin(x).sum(), policy=policy)
+    _, vjp = jax.vjp(small, X)
+    assert same_bits(vjp(cotangent)[0], vjp(jnp.float32(1))[0])
+
+
+def standardized(x):
+    mean = x.mean(-1, keepdims=True)
+    return (x - mean) * jax.lax.rsqrt(jnp.var(x, -1, keepdims=True) + 1e-5)
+
+
+@pytest.mark.parametrize("policy", [Policy(bits=4), Policy(default=Exact())])
+def test_debug_nans_passes_over_constants_and_finds_results(policy):
+    small = jaxact.compress(standardized, policy=policy)
+    wrong = jaxact.compress(lambda x: jnp.log(x - 100), policy=policy)
+    with jax.debug_nans(True):
+        jax.grad(lambda x: jnp.square(small(x)).sum())(X)
+        assert same_bits(small(X), standardized(X))
+        with pytest.raises(FloatingPointError):
+            wrong(X)
+        with pytest.raises(FloatingPointError):
+            jax.grad(lambda x: wrong(x).sum())(X)

@@ -1,0 +1,69 @@
+"""The number of a compressed call within its trace.
+
+The rounding noise is a function of a seed and of the data. Two calls with one key, or
+none, that meet equal data would therefore be rounded alike, and the product of two
+residuals would be biased: E[x' x'] = x^2 + var. So a call's number joins its seed.
+
+The number has to be the same each time that a program is traced, or gradients would
+depend on JAX's caches. A count of all calls in the process would not be: a function
+that JAX has cached makes no call. Within one trace it is: the trace runs the same
+Python code, and calls inside a function that JAX traces apart count there.
+
+Hence two calls are still rounded alike if one traced program makes both: a jitted
+function called twice, a scan's body. Keys are for these.
+"""
+
+import collections
+import hashlib
+import threading
+from typing import Any
+
+import numpy as np
+from jax.extend import core as jex
+
+from jaxact._jaxpr.types import Array
+
+# Traces that a thread remembers. One that makes no call while so many others do counts
+# from 0 again: its next calls may repeat the noise of its first.
+_TRACES = 1024
+
+
+class _Counts(threading.local):
+    """(state of a trace, its calls so far), the last one used at the end.
+
+    States compare equal for the same trace, have no hash and keep no trace alive.
+    """
+
+    def __init__(self) -> None:
+        self.entries: collections.deque[tuple[object, int]] = collections.deque(
+            maxlen=_TRACES
+        )
+
+
+_counts = _Counts()
+
+
+def number_in_trace() -> int:
+    """How many compressed calls the current trace made before this one."""
+    state, entries = jex.get_opaque_trace_state(), _counts.entries
+    number = 0
+    for i in reversed(range(len(entries))):
+        if entries[i][0] == state:
+            number = entries[i][1]
+            del entries[i]
+            break
+    entries.append((state, number + 1))
+    return number
+
+
+def salted(seed: Array, kind: str, number: int) -> Array:
+    """The seed for one of several parts of a kind; the first one's is `seed`.
+
+    Salts of two kinds combine by exclusive or, so they must not be affine in the text,
+    as CRC-32 is: 'call 1' with 'scan 2' would be 'call 2' with 'scan 1'.
+    """
+    if number == 0:
+        return seed
+    word = hashlib.blake2b(f"{kind} {number}".encode(), digest_size=4).digest()
+    bits: Any = seed
+    return bits ^ np.uint32(int.from_bytes(word, "little"))

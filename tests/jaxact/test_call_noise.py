@@ -1,0 +1,170 @@
+"""Noise of its own for each compressed call, and the same in each trace of a program.
+
+The oracle: d/dw of x * (x * w) is x x, a product of two residuals, one of each call.
+Its mean over keys is x^2 where they are rounded apart, and x^2 + var where they are
+rounded alike (59 % more at 2 bits).
+"""
+
+import threading
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxact
+from jaxact import Policy, Quantize
+
+POLICY = Policy(default=Quantize(bits=2))
+X = jax.random.normal(jax.random.key(0), (16, 64))
+W = jnp.ones_like(X)
+KEYS = jax.random.split(jax.random.key(1), 256)
+# Normal means of 256 independent draws: |z| > 6 has probability 2e-9.
+SIGMAS = 6
+
+
+def product(a, b):
+    return a * b
+
+
+mul = jaxact.compress(product, policy=POLICY, activations=("a", "b"))
+
+
+class Mul(nn.Module):
+    @nn.compact
+    def __call__(self, a, b):
+        return a * b
+
+
+small_mul = jaxact.compress(Mul, policy=POLICY)
+
+
+def by_function(x, w, key):
+    return mul(x, mul(x, w, rounding_key=key), rounding_key=key)
+
+
+def by_applied_modules(x, w, key):
+    """Two modules with one path."""
+    rngs = {"jaxact": key}
+    inner = small_mul().apply({}, x, w, rngs=rngs)
+    return small_mul().apply({}, x, inner, rngs=rngs)
+
+
+@pytest.mark.parametrize("call", [by_function, by_applied_modules])
+def test_a_product_over_two_calls_with_one_key_is_unbiased(call):
+    @jax.jit
+    def total(key):
+        return jax.grad(lambda w: call(X, w, key).sum())(W).sum()
+
+    totals = np.array([total(key) for key in KEYS], np.float64)
+    error = totals.mean() - np.square(np.asarray(X, np.float64)).sum()
+    assert abs(error) < SIGMAS * totals.std(ddof=1) / len(KEYS) ** 0.5
+
+
+def gradients_of_equal_data(w1, w2):
+    def loss(w1, w2):
+        return mul(X, w1).sum() + mul(X, w2).sum()
+
+    return jax.grad(loss, argnums=(0, 1))(w1, w2)
+
+
+def test_calls_without_a_key_are_rounded_apart():
+    for wrap in (lambda f: f, jax.jit):
+        first, second = wrap(gradients_of_equal_data)(W, W)
+        assert not np.array_equal(first, second)
+
+
+def test_scans_in_one_call_are_rounded_apart():
+    def f(a, b):
+        def twice(v):
+            return jax.lax.scan(lambda c, _: (jnp.sin(c), None), v, length=2)[0]
+
+        return twice(a), twice(b)
+
+    small = jaxact.compress(f, policy=POLICY, activations=("a", "b"))
+    loss = lambda a, b: sum(y.sum() for y in small(a, b))
+    first, second = jax.grad(loss, argnums=(0, 1))(X, X)
+    assert not np.array_equal(first, second)
+
+
+PROGRAMS = {
+    "eager": lambda f: f,
+    "jit": lambda f: jax.jit(lambda *a: f(*a)),
+    "vmap": lambda f: jax.vmap(f),
+    "checkpoint": lambda f: jax.checkpoint(f),
+    "scan": lambda f: (
+        lambda x, w: jax.lax.scan(lambda c, xw: (c, f(*xw)), 0, (x, w))[1]
+    ),
+}
+
+
+def chain(x, w):
+    inner = jax.jit(lambda x, w: mul(x, w))  # a trace of its own in each call
+    return mul(x, inner(x, mul(x, w)))
+
+
+@pytest.mark.parametrize("kind", PROGRAMS)
+def test_two_traces_of_one_program_give_equal_gradients(kind):
+    wrapped = PROGRAMS[kind]
+    plain = wrapped(lambda x, w: product(x, product(x, product(x, w))))(X, W)
+    gradients = []
+    for _ in range(2):
+        out, vjp = jax.vjp(wrapped(lambda x, w: chain(x, w)), X, W)
+        np.testing.assert_array_equal(out, plain)
+        gradients.append(vjp(jnp.ones_like(out)))
+    for first, second in zip(*gradients, strict=True):
+        np.testing.assert_array_equal(first, second)
+
+
+def test_a_cached_function_does_not_change_the_noise_after_it():
+    cached = jax.jit(lambda x, w: mul(x, w))
+
+    def gradient():
+        return jax.grad(lambda w: mul(X, cached(X, mul(X, w))).sum())(W)
+
+    np.testing.assert_array_equal(gradient(), gradient())
+
+
+def test_calls_under_vmap_and_grad_count_in_their_own_traces():
+    def gradient(calls):
+        def loss(w):
+            for _ in range(calls):
+                jax.vmap(mul)(X, W)  # traces inside
+            return mul(X, w).sum()
+
+        return jax.grad(loss)(W)
+
+    np.testing.assert_array_equal(gradient(0), gradient(3))
+
+
+def test_threads_count_apart():
+    wanted = gradients_of_equal_data(W, W)
+    results = {}
+
+    def work(number):
+        results[number] = gradients_of_equal_data(W, W)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for found in results.values():
+        np.testing.assert_array_equal(found[0], wanted[0])
+        np.testing.assert_array_equal(found[1], wanted[1])
+    assert len(results) == 3
+
+
+def test_measurements_replay_the_noise_of_each_call():
+    def loss(w1, w2):
+        return mul(X, w1).sum() + mul(X, w2).sum()
+
+    watched = jaxact.telemetry(loss)
+    probe = watched.probe(W, W)
+    first, second = jax.grad(lambda w1, w2: watched(probe, w1, w2), argnums=(0, 1))(
+        W, W
+    )
+    wanted = gradients_of_equal_data(W, W)
+    np.testing.assert_array_equal(first, wanted[0])
+    np.testing.assert_array_equal(second, wanted[1])
