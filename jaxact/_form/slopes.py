@@ -137,9 +137,12 @@ def _gated_product(gated: Gated, factor: Slope) -> Slope:
 
 
 def _product(a: jax.Array | int, b: jax.Array | int) -> Any:
-    if isinstance(a, int) or isinstance(b, int):
-        number, other = (a, b) if isinstance(a, int) else (b, a)
-        return other if number == 1 else _wide(other) * number
+    if isinstance(a, int):
+        a, b = b, a
+    if isinstance(a, int):
+        return a * b
+    if isinstance(b, int):
+        return a if b == 1 else _wide(a) * b
     a, b = _wide(a), _wide(b)
     dtype = jnp.promote_types(a.dtype, b.dtype)
     return a.astype(dtype) * b.astype(dtype)
