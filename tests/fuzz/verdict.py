@@ -1,0 +1,77 @@
+"""Generate, judge and shrink: one verdict for each seed."""
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+
+import jax
+from fuzz.checks import Discarded, Failure, judge
+from fuzz.programs import Program, generate
+from fuzz.shrink import shrink
+
+THOROUGH = 10  # one program in so many gets the checks that compile
+ATTEMPTS = 4  # programs tried for a seed until JAX's gradient is a yardstick
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What became of one seed.
+
+    Attributes:
+      discarded: why no program of this seed could be judged.
+      report: the failures, and the smallest program that fails.
+    """
+
+    seed: int
+    program: Program
+    failures: tuple[Failure, ...]
+    discarded: str | None
+    report: str
+    seconds: float
+
+
+def verdicts(
+    seeds: Sequence[int], shrink_attempts: int, *, forget: bool = False
+) -> Iterator[Verdict]:
+    """A verdict for each seed."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    if forget:
+        jax.clear_caches()
+    for seed in seeds:
+        yield verdict(seed, shrink_attempts)
+
+
+def verdict(seed: int, shrink_attempts: int = 0) -> Verdict:
+    """Judge the program of a seed."""
+    start, thorough = time.process_time(), seed % THOROUGH == 0
+    discarded = None
+    for attempt in range(ATTEMPTS):
+        program = generate(seed, attempt)
+        try:
+            failures = tuple(judge(program, thorough=thorough))
+        except Discarded as reason:
+            discarded = str(reason)
+            continue
+        seconds = time.process_time() - start
+        report = ""
+        if failures:
+            report = _report(program, failures, thorough, shrink_attempts)
+        return Verdict(seed, program, failures, None, report, seconds)
+    return Verdict(seed, program, (), discarded, "", time.process_time() - start)
+
+
+def _report(
+    program: Program, failures: Sequence[Failure], thorough: bool, attempts: int
+) -> str:
+    kinds = {f.check for f in failures}
+
+    def still_fails(candidate: Program) -> bool:
+        try:
+            return bool(kinds & {f.check for f in judge(candidate, thorough=thorough)})
+        except Exception:
+            return False
+
+    smallest = shrink(program, still_fails, attempts) if attempts else program
+    if attempts:
+        failures = judge(smallest, thorough=thorough)
+    return "\n".join([*map(str, failures), str(smallest)])
