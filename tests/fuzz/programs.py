@@ -63,7 +63,7 @@ class Input:
     dtype: str = "float32"
     data: str = "normal"
 
-    def value(self, seed: int) -> jax.Array:
+    def value(self, seed: int) -> np.ndarray:
         """The data: normal, rounded to halves (ties), or with rows of zeros."""
         number = int("".join(filter(str.isdigit, self.name)))
         rng = np.random.default_rng([seed, ord(self.name[0]), number])
@@ -75,7 +75,7 @@ class Input:
             x[0] = 0
         if self.data == "positive":
             x = np.abs(x)
-        return jnp.asarray(x, self.dtype)
+        return x.astype(jnp.dtype(self.dtype))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +130,7 @@ class Program:
         """The function."""
         return _defined(self.source(), "program")
 
-    def values(self) -> list[jax.Array]:
+    def values(self) -> list[np.ndarray]:
         """The inputs' data."""
         return [i.value(self.seed) for i in self.inputs]
 
@@ -166,7 +166,7 @@ class _Generator:
     def __init__(self, seed: int, rng: np.random.Generator) -> None:
         self.seed, self.rng = seed, rng
         self.inputs: list[Input] = []
-        self.values: dict[str, jax.Array] = {}
+        self.values: dict[str, np.ndarray] = {}
         self.count = 0
 
     def program(self) -> Program:
@@ -289,7 +289,7 @@ class _Generator:
             value = self._value(step)
         except (TypeError, ValueError, IndexError, NotImplementedError):
             return None
-        if not isinstance(value, jax.Array) or value.size > LARGEST:
+        if value.size > LARGEST:
             return None
         if not jnp.issubdtype(value.dtype, jnp.inexact) or not value.size:
             return None
@@ -300,8 +300,8 @@ class _Generator:
         if size > 30:
             factor = 2.0 ** -int(np.log2(size / 4))
             step = dataclasses.replace(step, code=f"({step.code}) * {factor}")
-            value = value * factor
-        self.values[step.target] = value
+            value = (value * factor).astype(value.dtype)
+        self.values[step.target] = np.asarray(value)
         return step
 
     def _value(self, step: Step) -> Any:
