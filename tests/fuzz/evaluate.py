@@ -19,7 +19,7 @@ _CALLS = frozenset(
     "jit pjit closed_call core_call eval_jaxpr checkpoint remat remat2 "
     "custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr".split()
 )
-_BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+_BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr", "definition")
 # Each rounds its result, by at most one unit in the last place of its type.
 ARITHMETIC = frozenset(
     "add sub mul div add_any dot_general conv_general_dilated reduce_sum exp exp2 log "
@@ -92,8 +92,9 @@ def _run(eqns: Sequence[Any], env: dict[Any, Any], after: After) -> None:
 
 def _apply(eqn: Any, inputs: list[Any], after: After) -> list[Any]:
     name, params = eqn.primitive.name, eqn.params
-    if name in _CALLS:
-        body = next(params[key] for key in _BODIES if key in params)
+    body = next((params[key] for key in _BODIES if key in params), None)
+    is_call = name in _CALLS or name.endswith(("_opaque", "_operation"))
+    if body is not None and is_call:
         return evaluate(body, inputs, after)
     if name == "scan":
         return _scan(eqn, inputs, after)

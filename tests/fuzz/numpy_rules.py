@@ -43,8 +43,11 @@ def _convert(eqn: Any, x: Any) -> Any:
     numbers = (np.float16, jnp.bfloat16, np.float32, np.bool_, np.int32, np.uint32)
     if x.dtype not in numbers or new not in numbers:
         return NotImplemented
-    to_integer = new in (np.int32, np.uint32)
-    if to_integer and jnp.issubdtype(x.dtype, jnp.inexact):
+    if new in (np.int32, np.uint32) and x.dtype in (np.float16, np.float32):
+        low = -(2.0**31) if new == np.int32 else 0.0
+        if not ((x >= low) & (x < 2.0**31)).all():  # XLA saturates
+            return NotImplemented
+    elif new in (np.int32, np.uint32) and x.dtype == jnp.bfloat16:
         return NotImplemented
     return x.astype(new)
 
@@ -96,7 +99,28 @@ def _unsigned(f: Callable[..., Any]) -> Rule:
 
 
 def _division(eqn: Any, x: Any, y: Any) -> Any:
-    return x / y if jnp.issubdtype(x.dtype, jnp.floating) else NotImplemented
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        return x / y
+    is_plain = x.dtype == np.uint32 and (y != 0).all()
+    return x // y if is_plain else NotImplemented
+
+
+def _real(f: Callable[..., Any]) -> Rule:
+    """Not for complex operands."""
+    return lambda eqn, *xs: NotImplemented if np.iscomplexobj(xs[0]) else f(*xs)
+
+
+def _round(eqn: Any, x: Any) -> Any:
+    to_even = int(eqn.params["rounding_method"]) == 1
+    return np.round(x) if to_even and x.dtype == np.float32 else NotImplemented
+
+
+def _pad(eqn: Any, x: Any, value: Any) -> Any:
+    config = eqn.params["padding_config"]
+    if any(low < 0 or high < 0 or inner for low, high, inner in config):
+        return NotImplemented
+    widths = [(low, high) for low, high, _ in config]
+    return np.pad(x, widths, constant_values=value) if widths else x
 
 
 def _not(eqn: Any, x: Any) -> Any:
@@ -134,10 +158,10 @@ RULES: dict[str, Rule] = {
     "is_finite": _floats(np.isfinite),
     "eq": _elementwise(np.equal),
     "ne": _elementwise(np.not_equal),
-    "gt": _floats(np.greater),
-    "ge": _floats(np.greater_equal),
-    "lt": _floats(np.less),
-    "le": _floats(np.less_equal),
+    "gt": _real(np.greater),
+    "ge": _real(np.greater_equal),
+    "lt": _real(np.less),
+    "le": _real(np.less_equal),
     "and": _elementwise(np.bitwise_and),
     "or": _elementwise(np.bitwise_or),
     "xor": _elementwise(np.bitwise_xor),
@@ -145,7 +169,7 @@ RULES: dict[str, Rule] = {
     "shift_left": _unsigned(np.left_shift),
     "shift_right_logical": _unsigned(np.right_shift),
     "select_n": _select,
-    "clamp": lambda eqn, low, x, high: np.minimum(np.maximum(low, x), high),
+    "clamp": _elementwise(lambda low, x, high: np.minimum(np.maximum(low, x), high)),
     "convert_element_type": _convert,
     "reshape": _reshape,
     "squeeze": _reshape,
@@ -156,12 +180,14 @@ RULES: dict[str, Rule] = {
     "concatenate": lambda eqn, *xs: np.concatenate(xs, eqn.params["dimension"]),
     "rev": lambda eqn, x: np.flip(x, eqn.params["dimensions"]),
     "iota": _iota,
+    "pad": _pad,
+    "round": _round,
     "bitcast_convert_type": _bitcast,
     "copy": lambda eqn, x: x,
     "copy_p": lambda eqn, x: x,
     "name": lambda eqn, x: x,
     "stop_gradient": lambda eqn, x: x,
-    "jaxact_residual": lambda eqn, x: x,
+    "jaxact_residual": lambda eqn, x: x,  # marks a stored value
     "reduce_sum": _sum,
     "reduce_max": _reduction(np.max),
     "reduce_min": _reduction(np.min),
