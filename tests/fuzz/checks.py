@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import jaxact
 import numpy as np
-from fuzz.evaluate import evaluate, evaluate_for_each, randomly_rounded
+from fuzz.evaluate import evaluate, randomly_rounded
 from fuzz.programs import Program
 from jax import lax
 
@@ -162,20 +162,25 @@ def rounded(program: Program, p: Plain, bits: int) -> Rounded:
     def one(key: Any, args: Any, cotangents: Any) -> Any:
         return _with_gradient(functools.partial(f, rounding_key=key))(args, cotangents)
 
-    keys = list(jax.random.split(jax.random.key(program.seed), MORE_KEYS + KEYS))
+    # Values may not depend on the key: vmap raises an error if they do.
+    many = jax.vmap(one, (0, None, None), (None, 0))
+    keys = jax.random.split(jax.random.key(program.seed), KEYS + MORE_KEYS)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        closed = jax.make_jaxpr(one)(keys[0], p.args, p.cotangents)
+        closed = jax.make_jaxpr(many)(keys[:KEYS], p.args, p.cotangents)
     warned = any(issubclass(w.category, jaxact.CompressionWarning) for w in caught)
     n = len(p.outputs)
 
-    def run(keys: Sequence[Any]) -> list[Any]:
-        results = evaluate_for_each(closed, keys, [*p.args, *p.cotangents])
-        return [np.stack(column) for column in zip(*results, strict=True)]
+    def run(start: int) -> list[Any]:
+        part = keys[start : start + KEYS]
+        return evaluate(closed, [part, *p.args, *p.cotangents])
 
-    results = run(keys[:KEYS])
-    values = [v[0] for v in results[:n]]
-    return Rounded(values, results[n:], warned, lambda: run(keys[KEYS:])[n:])
+    def more() -> list[Any]:
+        parts = [run(s)[n:] for s in range(KEYS, KEYS + MORE_KEYS, KEYS)]
+        return [np.concatenate(g) for g in zip(*parts, strict=True)]
+
+    results = run(0)
+    return Rounded(results[:n], results[n:], warned, more)
 
 
 def check_exact(program: Program, p: Plain) -> list[Failure]:

@@ -44,27 +44,6 @@ def evaluate(closed: Any, args: Sequence[Any], after: After = _leave) -> list[An
     return [_read(env, v) for v in jaxpr.outvars]
 
 
-def evaluate_for_each(closed: Any, keys: Sequence[Any], args: Any) -> list[list[Any]]:
-    """Outputs for each value of the first argument; what it is not in runs once."""
-    jaxpr, env = _bound(closed, [keys[0], *args])
-    depends, once, each = {jaxpr.invars[0]}, [], []
-    for eqn in jaxpr.eqns:
-        is_literal = lambda v: isinstance(v, core.Literal)
-        if any(not is_literal(v) and v in depends for v in eqn.invars):
-            each.append(eqn)
-            depends.update(eqn.outvars)
-        else:
-            once.append(eqn)
-    results = []
-    with np.errstate(all="ignore"):
-        _run(once, env, _leave)
-        for key in keys:
-            own = env | {jaxpr.invars[0]: key}
-            _run(each, own, _leave)
-            results.append([_read(own, v) for v in jaxpr.outvars])
-    return results
-
-
 def _bound(closed: Any, args: Sequence[Any]) -> tuple[Any, dict[Any, Any]]:
     jaxpr = getattr(closed, "jaxpr", closed)
     env = dict(zip(jaxpr.constvars, getattr(closed, "consts", ()), strict=True))

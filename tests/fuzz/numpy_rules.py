@@ -131,6 +131,25 @@ def _reshape(eqn: Any, x: Any, *dynamic: Any) -> Any:
     return x.reshape(eqn.outvars[0].aval.shape)
 
 
+def _dot(eqn: Any, x: Any, y: Any) -> Any:
+    """By matmul of (batch, free, summed) and (batch, summed, free), at least float32."""
+    (x_sum, y_sum), (x_batch, y_batch) = eqn.params["dimension_numbers"]
+
+    def arranged(a: Any, batch: Any, summed: Any, last: bool) -> tuple[Any, list[int]]:
+        free = [i for i in range(a.ndim) if i not in (*batch, *summed)]
+        order = (*batch, *free, *summed) if last else (*batch, *summed, *free)
+        moved = a.transpose(order)
+        sizes = [int(np.prod([a.shape[i] for i in g])) for g in (batch, free, summed)]
+        if not last:
+            sizes = [sizes[0], sizes[2], sizes[1]]
+        wide = moved if a.dtype.itemsize >= 4 else moved.astype(np.float32)
+        return wide.reshape(sizes), free
+
+    left, _ = arranged(x, x_batch, x_sum, True)
+    right, _ = arranged(y, y_batch, y_sum, False)
+    return (left @ right).reshape(eqn.outvars[0].aval.shape)
+
+
 RULES: dict[str, Rule] = {
     "add": _elementwise(np.add),
     "add_any": _elementwise(np.add),
@@ -179,6 +198,7 @@ RULES: dict[str, Rule] = {
     "slice": _slice,
     "concatenate": lambda eqn, *xs: np.concatenate(xs, eqn.params["dimension"]),
     "rev": lambda eqn, x: np.flip(x, eqn.params["dimensions"]),
+    "dot_general": _dot,
     "iota": _iota,
     "pad": _pad,
     "round": _round,
