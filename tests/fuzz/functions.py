@@ -59,9 +59,7 @@ def clipped_gradient(x):
     return x * 1
 
 
-clipped_gradient.defvjp(
-    lambda x: (x * 1, None), lambda _, g: (jnp.clip(g, -1.0, 1.0),)
-)
+clipped_gradient.defvjp(lambda x: (x * 1, None), lambda _, g: (jnp.clip(g, -1.0, 1.0),))
 
 
 @jax.custom_vjp

@@ -143,11 +143,14 @@ class Program:
             for n, f in vars(functions).items()
             if callable(f) and re.search(rf"\b{n}\(", text) and n not in names and steps
         ]
-        data = [
-            f"# {i.name}: {i.dtype}{list(i.shape)} {i.data}" for i in self.inputs
-        ]
+        data = [f"# {i.name}: {i.dtype}{list(i.shape)} {i.data}" for i in self.inputs]
         return "\n".join(
-            [*helpers, *data, text, f"# activations={self.activations}, seed {self.seed}"]
+            [
+                *helpers,
+                *data,
+                text,
+                f"# activations={self.activations}, seed {self.seed}",
+            ]
         )
 
 
@@ -238,7 +241,9 @@ class _Generator:
         for letter in "wv":
             shape = getattr(operation, letter)
             if shape is not None:
-                holes[letter] = self._add_input("w", shape(value.shape), "float32", "normal")
+                holes[letter] = self._add_input(
+                    "w", shape(value.shape), "float32", "normal"
+                )
         step = Step(self._name("v"), operation.code.format(**holes))
         step = self._settled(step)
         if step is None:
