@@ -1,6 +1,6 @@
 """Judge random programs: `python -m fuzz --count 300 --seed 0`.
 
-A program is its seed: `--only SEED` judges that one again, shrinks it and prints it.
+A program is its seed: `--only SEED ...` judges these again.
 """
 
 import argparse
@@ -23,14 +23,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="fuzz", description=__doc__)
     parser.add_argument("--count", type=int, default=300, help="programs")
     parser.add_argument("--seed", type=int, default=0, help="of the first program")
-    parser.add_argument("--only", type=int, help="judge, shrink and print this seed")
+    parser.add_argument("--only", type=int, nargs="*", help="these seeds")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--shrink", type=int, default=100, help="attempts a failure")
     options = parser.parse_args()
-    if options.only is not None:
-        seeds = range(options.only, options.only + 1)
-    else:
-        seeds = range(options.seed, options.seed + options.count)
+    seeds = options.only or [*range(options.seed, options.seed + options.count)]
     start, tally = time.time(), Counter()
     for verdict in _verdicts(seeds, options.jobs, options.shrink):
         tally["programs"] += 1
@@ -39,7 +36,7 @@ def main() -> int:
         tally["cpu"] += verdict.seconds
         if verdict.failures:
             print(f"\n# seed {verdict.seed}\n{verdict.report}\n", flush=True)
-        elif options.only is not None:
+        elif options.only:
             print(f"{verdict.program}\n{verdict.discarded or 'holds'}")
         if tally["programs"] % BATCH == 0:
             each = tally["cpu"] / tally["programs"]
@@ -58,12 +55,10 @@ def main() -> int:
     return 1 if tally["failures"] else 0
 
 
-def _verdicts(seeds: range, jobs: int, attempts: int) -> Iterator:
+def _verdicts(seeds: list[int], jobs: int, attempts: int) -> Iterator:
     from fuzz.verdict import verdicts
 
-    batches = [
-        (list(seeds[i : i + BATCH]), attempts) for i in range(0, len(seeds), BATCH)
-    ]
+    batches = [(seeds[i : i + BATCH], attempts) for i in range(0, len(seeds), BATCH)]
     if jobs == 1:
         for number, batch in enumerate(batches):
             yield from verdicts(*batch, forget=number % (RENEWED // BATCH) == 0)

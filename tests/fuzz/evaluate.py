@@ -12,8 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from fuzz.numpy_rules import RULES
 from jax.extend import core
+
+from fuzz.numpy_rules import RULES
 
 _CALLS = frozenset(
     "jit pjit closed_call core_call eval_jaxpr checkpoint remat remat2 "

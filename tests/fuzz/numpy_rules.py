@@ -132,7 +132,7 @@ def _reshape(eqn: Any, x: Any, *dynamic: Any) -> Any:
 
 
 def _dot(eqn: Any, x: Any, y: Any) -> Any:
-    """By matmul of (batch, free, summed) and (batch, summed, free), at least float32."""
+    """By matmul of (batch, free, summed) and (batch, summed, free), in float32."""
     (x_sum, y_sum), (x_batch, y_batch) = eqn.params["dimension_numbers"]
 
     def arranged(a: Any, batch: Any, summed: Any, last: bool) -> tuple[Any, list[int]]:

@@ -5,10 +5,12 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from fuzz.checks import Discarded, check_mean, check_size, check_value, plain, rounded
+
+from fuzz.checks import check_mean, check_size, check_value, rounded
 from fuzz.evaluate import evaluate
 from fuzz.operations import OPERATIONS
 from fuzz.programs import Input, Program, Step, generate
+from fuzz.reference import plain
 from fuzz.verdict import verdict
 
 pytestmark = pytest.mark.unoptimized

@@ -5,8 +5,10 @@ import time
 from collections.abc import Iterator, Sequence
 
 import jax
-from fuzz.checks import Discarded, Failure, judge
+
+from fuzz.checks import Failure, judge
 from fuzz.programs import Program, generate
+from fuzz.reference import Discarded
 from fuzz.shrink import shrink
 
 THOROUGH = 10  # one program in so many gets the checks that compile
