@@ -127,8 +127,13 @@ def _not(eqn: Any, x: Any) -> Any:
     return np.invert(x)
 
 
-def _reshape(eqn: Any, x: Any, *dynamic: Any) -> Any:
+def _resized(eqn: Any, x: Any) -> Any:
     return x.reshape(eqn.outvars[0].aval.shape)
+
+
+def _reshape(eqn: Any, x: Any, *dynamic: Any) -> Any:
+    order = eqn.params["dimensions"]  # of the operand's axes, or None
+    return _resized(eqn, x if order is None else x.transpose(order))
 
 
 def _dot(eqn: Any, x: Any, y: Any) -> Any:
@@ -191,8 +196,8 @@ RULES: dict[str, Rule] = {
     "clamp": _elementwise(lambda low, x, high: np.minimum(np.maximum(low, x), high)),
     "convert_element_type": _convert,
     "reshape": _reshape,
-    "squeeze": _reshape,
-    "expand_dims": _reshape,
+    "squeeze": _resized,
+    "expand_dims": _resized,
     "transpose": lambda eqn, x: np.transpose(x, eqn.params["permutation"]),
     "broadcast_in_dim": _broadcast,
     "slice": _slice,
