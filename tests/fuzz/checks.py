@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
