@@ -291,7 +291,9 @@ def check_batched(program: Program, p: Plain) -> list[Failure]:
             failures += [Failure(how, f"{policy}, output {d}") for d in found]
             if policy is not EXACT:
                 continue
-            for number, (got, g) in enumerate(zip(results[n:], expected[n:])):
+            for number, (got, g) in enumerate(
+                zip(results[n:], expected[n:], strict=True)
+            ):
                 if not _is_reordered(p, number, got, g):
                     failures += [Failure(how, f"input {number}: another gradient")]
     return failures
