@@ -69,15 +69,9 @@ def _verdicts(seeds: list[int], jobs: int, attempts: int) -> Iterator:
         mp_context=multiprocessing.get_context("spawn"),
         max_tasks_per_child=RENEWED // BATCH,
     ) as pool:
-        tasks = [pool.submit(_listed, *batch) for batch in batches]
+        tasks = [pool.submit(verdicts, *batch) for batch in batches]
         for task in concurrent.futures.as_completed(tasks):
             yield from task.result()
-
-
-def _listed(seeds: list[int], attempts: int) -> list:
-    from fuzz.verdict import verdicts
-
-    return list(verdicts(seeds, attempts))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import jax
 
@@ -34,13 +34,12 @@ class Verdict:
 
 def verdicts(
     seeds: Sequence[int], shrink_attempts: int, *, forget: bool = False
-) -> Iterator[Verdict]:
-    """A verdict for each seed."""
+) -> list[Verdict]:
+    """A verdict for each seed; `forget` what was compiled before."""
     jax.config.update("jax_disable_most_optimizations", True)
     if forget:
         jax.clear_caches()
-    for seed in seeds:
-        yield verdict(seed, shrink_attempts)
+    return [verdict(seed, shrink_attempts) for seed in seeds]
 
 
 def verdict(seed: int, shrink_attempts: int = 0) -> Verdict:
