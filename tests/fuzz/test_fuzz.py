@@ -20,13 +20,13 @@ def test_number_of_operations():
     assert sum(map(len, OPERATIONS.values())) >= 200
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_seed_is_a_program(seed):
     assert str(generate(seed)) == str(generate(seed))
 
 
 # XLA:CPU cannot compile the Fourier transform of 102.
-@pytest.mark.parametrize("seed", [100, 101, 103, 104, 105])
+@pytest.mark.parametrize("seed", [100, 101, 103])
 def test_evaluated_by_numpy_as_compiled(seed):
     program = generate(seed)
     f, args = program.function(), program.values()
