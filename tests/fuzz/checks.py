@@ -187,13 +187,14 @@ def check_mean(program: Program, p: Plain, r8: Rounded, r4: Rounded) -> list[Fai
         expected = _projections(exact[None], directions)[0]
         runs = np.stack([wide(run[n]) for run in p.rounded])
         order = np.abs(_projections(runs, directions) - expected).max(0)
-        # Local derivatives may be rounded to the type of the value.
-        order = order + narrowest * np.linalg.norm(exact)
+        order = order + np.finfo(np.float32).eps * np.linalg.norm(exact)
         coarse = _projections(r4.gradients[n], directions)
         smooth = SECOND_ORDER * (
             np.abs(coarse.mean(0) - expected) + _error(coarse, T_LIMIT)
         )
-        allowed = SAFETY * order + smooth
+        # A local derivative rounded once to the type of its value moves no projection
+        # by more than half a unit of the gradient's norm: one unit, for two of them.
+        allowed = SAFETY * order + narrowest * np.linalg.norm(exact) + smooth
         fine = _projections(r8.gradients[n], directions)
         if (np.abs(fine.mean(0) - expected) <= allowed + _error(fine, SUSPECT)).all():
             continue
