@@ -6,13 +6,19 @@ DATA ?=
 RUN := .venv/bin/python
 PIP := $(RUN) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test lint typecheck docs clean
+.PHONY: demo test fuzz lint typecheck docs clean
 
 demo: .venv/demo
 	$(RUN) examples/quickstart.py $(if $(DATA),--data "$(DATA)")
 
 test: .venv/dev
 	$(RUN) -m pytest -n auto --maxprocesses=8 --dist worksteal -m "not slow"
+
+# Random programs, judged against JAX: `make fuzz FUZZ=10000 SEED=300`.
+FUZZ ?= 300
+SEED ?= 0
+fuzz: .venv/dev
+	PYTHONPATH=.:kernels:tests $(RUN) -m fuzz --count $(FUZZ) --seed $(SEED) --jobs 2
 
 lint: .venv/dev
 	$(RUN) -m ruff check
