@@ -1,7 +1,6 @@
 """Group-wise integers with stochastic rounding (ActNN, Chen et al. 2021)."""
 
 import dataclasses
-import functools
 
 import jax
 import numpy as np
@@ -11,6 +10,7 @@ from jaxact._codec.base import Bias, Codec
 from jaxact._codec.checks import checked_bits, checked_group_size
 from jaxact._codec.wide import Wide, condition, restore
 from jaxact_kernels import affine
+from jaxact_kernels.dispatch import run
 from jaxact_kernels.layout import layout_of
 
 
@@ -70,18 +70,17 @@ class Quantize(Codec[affine.Stored | Wide]):
     def _encode(
         self, x: jax.Array, seed: jax.Array, is_fused: bool
     ) -> affine.Stored | Wide:
-        encode = functools.partial(
-            affine.encode,
-            bits=self.bits,
-            group_size=self.group_size,
-            stochastic=self.stochastic,
-            is_fused=is_fused,
-        )
         if x.dtype != np.float64:
-            return encode(x, seed)
+            return self._run(x, seed, is_fused)
         layout = layout_of(x.shape, self.group_size)
         remainder, anchor, unit = condition(x, layout)
-        return Wide(encode(remainder, seed), anchor, unit)
+        return Wide(self._run(remainder, seed, is_fused), anchor, unit)
+
+    def _run(self, x: jax.Array, seed: jax.Array, is_fused: bool) -> affine.Stored:
+        options = (self.bits, self.group_size, self.stochastic)
+        return run(
+            affine.Encode(x.shape, x.dtype, *options, is_fused=is_fused), x, seed
+        )
 
     def decode(
         self,
@@ -89,16 +88,12 @@ class Quantize(Codec[affine.Stored | Wide]):
         shape: tuple[int, ...],
         dtype: DTypeLike,
     ) -> jax.Array:
-        is_wide = isinstance(stored, Wide)
-        x = affine.decode(
-            stored.remainder if is_wide else stored,
-            shape=shape,
-            dtype=np.float32 if is_wide else dtype,
-            bits=self.bits,
-            group_size=self.group_size,
-            is_fused=True,
-        )
-        if not is_wide:
-            return x
+        options = (self.bits, self.group_size)
+        if not isinstance(stored, Wide):
+            dtype = np.dtype(dtype)
+            return run(affine.Decode(shape, dtype, *options, is_fused=True), stored)
+        dtype_inside = np.dtype(np.float32)
+        operation = affine.Decode(shape, dtype_inside, *options, is_fused=True)
+        x = run(operation, stored.remainder)
         layout = layout_of(shape, self.group_size)
         return restore(x, stored.anchor, stored.unit, layout).astype(dtype)

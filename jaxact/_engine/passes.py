@@ -23,7 +23,7 @@ from jaxact._checkpoint_policies import PACKED_NAME
 from jaxact._decision import Decision
 from jaxact._engine.unused import UsedPart, used_part
 from jaxact._jaxpr.evaluate import evaluate, value_of
-from jaxact._jaxpr.opaque import opaque
+from jaxact._jaxpr.opaque import hide
 from jaxact._jaxpr.primitives import FUSED
 from jaxact._jaxpr.read import is_float
 from jaxact._jaxpr.types import Array, Env, PyTree, Var
@@ -164,7 +164,9 @@ def _store(
 
     if decision.codec.is_differentiable and is_float(v):
         return encode(x, seed)
-    return opaque(encode, x, seed)
+    # Traced here, so that the way from a call to its codec is straight.
+    closed, out = jax.make_jaxpr(encode, return_shape=True)(x, seed)
+    return hide(closed, jax.tree.structure(out), x, seed)
 
 
 def backward_pass(

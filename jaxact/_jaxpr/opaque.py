@@ -15,7 +15,7 @@ from jax.interpreters import batching, mlir
 
 from jaxact._jaxpr.compat import open_jaxpr
 from jaxact._jaxpr.rewrite import without_constants
-from jaxact._jaxpr.types import Array, Axes, Jaxpr
+from jaxact._jaxpr.types import Array, Axes, ClosedJaxpr, Jaxpr
 
 opaque_p = jex.Primitive("jaxact_opaque")
 opaque_p.multiple_results = True
@@ -24,9 +24,14 @@ opaque_p.multiple_results = True
 def opaque(f: Callable[..., Any], *args: Array) -> Any:
     """`f(*args)` for arrays, in one equation that is not differentiated."""
     closed, out = jax.make_jaxpr(f, return_shape=True)(*args)
+    return hide(closed, jax.tree.structure(out), *args)
+
+
+def hide(closed: ClosedJaxpr, tree: Any, *args: Array) -> Any:
+    """The same for a function that is traced already; `tree` is its result's."""
     jaxpr, consts = open_jaxpr(closed)
     results = opaque_p.bind(*consts, *args, jaxpr=without_constants(jaxpr))
-    return jax.tree.unflatten(jax.tree.structure(out), results)
+    return jax.tree.unflatten(tree, results)
 
 
 def _evaluate(*args: Array, jaxpr: Any) -> list[Any]:
