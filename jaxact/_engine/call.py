@@ -3,10 +3,16 @@
 The forward value is the traced program's own; only the arrays that wait for the
 backward pass differ. This is the one derivative rule: a measurement (`_measure`) is the
 same rule with another `Storage` and with settings in its `Draw`.
+
+The saving is made real by two optimization barriers, one here and one in `backward.py`:
+without this one XLA postpones the encoding and keeps the original array for it. It must
+hold the outputs too, and must not hold an argument: scan would then stack copies of the
+parameters.
 """
 
 import functools
 import itertools
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
@@ -14,26 +20,30 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.extend import source_info_util
 
-from jaxact._checkpoint_policies import SaveEither, save_packed
+from jaxact._checkpoint_policies import PACKED_NAME
+from jaxact._decision import Decision
+from jaxact._engine.backward import backward_pass
 from jaxact._engine.number import number_in_trace, salted
 from jaxact._engine.outputs import independent_outputs, select_outputs, when_all
-from jaxact._engine.passes import Draw, Storage, backward_pass, forward_pass
-from jaxact._engine.scan import CompressBody, contains_scan, push_into_scans
+from jaxact._engine.planning import plan_call
+from jaxact._engine.storage import Draw, Packed, Storage
 from jaxact._engine.warnings import warn_if_unused
-from jaxact._form import plan_bases, rewrite
 from jaxact._jaxpr.compat import VJP_OPTIONS, reduced_like
-from jaxact._jaxpr.rewrite import new_variable, with_inputs
-from jaxact._jaxpr.types import Array, PyTree
-from jaxact._plan.each import plan_each_residual
-from jaxact._plan.forward import trace_forward
-from jaxact._plan.mark import CompressedCall, mark_call
+from jaxact._jaxpr.evaluate import evaluate
+from jaxact._jaxpr.opaque import hide
+from jaxact._jaxpr.primitives import FUSED
+from jaxact._jaxpr.read import is_float
+from jaxact._jaxpr.types import Array, Env, PyTree, Var
+from jaxact._plan.mark import CompressedCall, mark, mark_call
 from jaxact._plan.storage import StoragePlan
 from jaxact._policy import Policy
 from jaxact._residual import join_paths, module_path
-from jaxact._trace import Argument, Flat, Kind, Static, is_inexact, trace
+from jaxact._trace import Argument, Flat, Static, is_inexact, trace
 
 
 def call_compressed(
@@ -82,6 +92,28 @@ def _ignore(plans: Sequence[StoragePlan]) -> None:
     pass
 
 
+class ActionStorage(Storage):
+    """Each residual through its action."""
+
+    def encode(
+        self,
+        decision: Decision,
+        x: jax.Array,
+        seed: jax.Array,
+        setting: jax.Array | None,
+        *,
+        is_fused: bool,
+    ) -> PyTree:
+        """The arrays that the action's codec stores."""
+        codec = decision.codec
+        return (codec.encode_fused if is_fused else codec.encode)(x, seed)
+
+    def decode(self, packed: Packed) -> jax.Array:
+        """The array that the action's codec decodes."""
+        codec, like = packed.decision.codec, packed.like
+        return codec.decode(packed.arrays, like.shape, like.dtype)
+
+
 @dataclass(frozen=True)
 class Engine:
     """How a flat function is compressed.
@@ -98,7 +130,7 @@ class Engine:
     prefix: str
     name: str
     report: Callable[[Sequence[StoragePlan]], None] = _ignore
-    storage: Storage = Storage()
+    storage: Storage = ActionStorage()
 
     def __call__(
         self, flat: Flat, draw: Draw, values: Sequence[Array]
@@ -211,9 +243,8 @@ class _Rule:
     def make_plan(
         self, active: tuple[bool, ...], draw: Draw, values: Sequence[Array]
     ) -> StoragePlan:
-        """Trace the forward program and decide about its residuals."""
+        """The plan for these active values, reported with those of scans inside."""
         flat, engine, nested = self.flat, self.engine, list[StoragePlan]()
-        keys, settings = list(draw.probe), list(draw.probe.values())
         scans = itertools.count()
 
         def compress_body(
@@ -224,55 +255,73 @@ class _Rule:
             own = draw._replace(seed=salted(draw.seed, "scan", next(scans)))
             return inner(body, own, values)
 
-        run = differentiable(flat, engine.policy, compress_body)
-
-        def run_flat(seed: jax.Array, *inputs: jax.Array) -> list[jax.Array]:
-            count = len(inputs) - len(keys)
-            probe = dict(zip(keys, inputs[count:], strict=True))
-            return run(Draw(seed, probe), *inputs[:count])
-
-        forward = trace_forward(
-            run_flat,
-            draw.seed,
-            [*values, *settings],
-            (*active, *(True for _ in keys)),
+        plan = plan_call(
+            flat, engine.policy, engine.prefix, compress_body, active, draw, values
         )
-        decide = plan_bases if engine.policy.chooses_form else plan_each_residual
-        wider = _with_settings(flat, settings)
-        plan = decide(forward, wider, engine.policy, engine.prefix)
         engine.report([plan, *nested])
         return plan
 
 
-def differentiable(
-    flat: Flat, policy: Policy, compress_body: CompressBody
-) -> Callable[..., list[jax.Array]]:
-    """(draw, *values) -> outputs: scans compressed inside, the rest checkpointed."""
-    if policy.chooses_form:
-        flat, widen = rewrite(flat)
-    else:
-        widen = list
-
-    def plain(draw: Draw, *values: jax.Array) -> list[jax.Array]:
-        return flat(*values)
-
-    run = plain
-    if contains_scan(flat.jaxpr):
-        run = push_into_scans(flat, compress_body)
-    if policy.recompute is not None:
-        keep = SaveEither(policy.recompute, save_packed)
-        run = jax.checkpoint(run, policy=keep)
-    return lambda draw, *values: run(draw, *widen(values))
-
-
-def _with_settings(flat: Flat, settings: Sequence[jax.Array]) -> Flat:
-    """`flat` with inputs for settings, which it does not read and never stores."""
-    if not settings:
-        return flat
-    variables = [new_variable(jax.typeof(a)) for a in settings]
-    return Flat(
-        with_inputs(flat.jaxpr, variables),
-        (*flat.kinds, *(Kind.PARAMETER for _ in variables)),
-        (*flat.paths, *("probe" for _ in variables)),
-        (*flat.owners, *(-1 for _ in variables)),
+def forward_pass(
+    plan: StoragePlan,
+    storage: Storage,
+    prefix: str,
+    draw: Draw,
+    values: Sequence[Array],
+) -> tuple[list[jax.Array], list[PyTree], list[jax.Array]]:
+    """Outputs, packed residuals, and arrays that are kept as they are."""
+    outputs, env = _evaluate(plan, [draw.seed, *values, *draw.probe.values()])
+    stored = {
+        v: _store(v, env, plan, storage, draw, salt=f"{prefix}/{number}")
+        for number, v in enumerate(plan.decisions)
+    }
+    exact = [stored[v] for v in plan.exact]
+    packed = [stored[v] for v in plan.packed]
+    if packed:
+        outputs, packed = lax.optimization_barrier((outputs, packed))
+    # Behind the barrier: XLA's host offloading does not look through one.
+    codecs = [plan.decisions[v].codec for v in plan.packed]
+    packed = [c.keep(x) for c, x in zip(codecs, packed, strict=True)]
+    # Named behind the barrier: a checkpoint that saves them need not redo the call.
+    exact, packed = jax.tree.map(
+        lambda a: checkpoint_name(a, PACKED_NAME), (exact, packed)
     )
+    return outputs, packed, exact + [env[v] for v in plan.kept]
+
+
+def _evaluate(
+    plan: StoragePlan, inputs: Sequence[Array]
+) -> tuple[list[jax.Array], Env]:
+    """The outputs, and the values that the saved variables have."""
+    forward = plan.forward
+    results = evaluate(plan.program, forward.consts, inputs)
+    env = dict(zip(plan.saved, results[forward.num_outputs :], strict=True))
+    # An argument is kept as the array that it is: the program would give a copy.
+    env |= dict(zip(forward.jaxpr.constvars, forward.consts, strict=True))
+    env |= dict(zip(forward.jaxpr.invars, inputs, strict=True))
+    return results[: forward.num_outputs], env
+
+
+def _store(
+    v: Var, env: Env, plan: StoragePlan, storage: Storage, draw: Draw, *, salt: str
+) -> PyTree:
+    """One residual, marked and encoded.
+
+    Equal data in two places must not meet equal noise: hence a `salt` for each.
+    """
+    decision = plan.decisions[v]
+    x = mark(env[v], decision, plan.policy, plan.used_rules)
+    if v in plan.normalized:
+        x = plan.normalized[v].apply(x, env)
+    seed = jnp.asarray(draw.seed, jnp.uint32) ^ np.uint32(zlib.crc32(salt.encode()))
+    setting = draw.probe.get(decision.residual.key)
+    is_fused = v in plan.normalized or decision.residual.primitive in FUSED
+
+    def encode(x: jax.Array, seed: jax.Array) -> PyTree:
+        return storage.encode(decision, x, seed, setting, is_fused=is_fused)
+
+    if decision.codec.is_differentiable and is_float(v):
+        return encode(x, seed)
+    # Traced here, so that the way from a call to its codec is straight.
+    closed, out = jax.make_jaxpr(encode, return_shape=True)(x, seed)
+    return hide(closed, jax.tree.structure(out), x, seed)

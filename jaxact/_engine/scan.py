@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import jax
 from jax import lax
 
-from jaxact._engine.passes import Draw
+from jaxact._engine.storage import Draw
 from jaxact._jaxpr.compat import open_jaxpr, scan_counts
 from jaxact._jaxpr.evaluate import bind, value_of
 from jaxact._jaxpr.flow import fact_of, flow, scan_facts

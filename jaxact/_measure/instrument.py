@@ -16,15 +16,15 @@ import jax
 import jax.numpy as jnp
 
 from jaxact._decision import Decision
-from jaxact._engine.call import Engine
-from jaxact._engine.passes import BackwardProgram, Draw, Packed, Probe, Storage
+from jaxact._engine.call import ActionStorage, Engine
+from jaxact._engine.storage import BackwardProgram, Draw, Packed, Probe
 from jaxact._jaxpr.types import Array, PyTree
 from jaxact._measure.replace_calls import evaluate
 from jaxact._plan.mark import CompressedCall
 from jaxact._trace import Flat
 
 
-class Instrument(Storage, abc.ABC):
+class Instrument(ActionStorage, abc.ABC):
     """Measures the residuals that have a setting, and says how they are stored.
 
     The others are stored through their actions.

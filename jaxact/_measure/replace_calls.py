@@ -15,8 +15,8 @@ import jax
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxact._engine.passes import Draw
 from jaxact._engine.scan import rebuild
+from jaxact._engine.storage import Draw
 from jaxact._jaxpr.compat import custom_vjp_body, open_jaxpr
 from jaxact._jaxpr.evaluate import bind, traced_at, value_of
 from jaxact._jaxpr.primitives import CALL_BODIES, CHECKPOINTS, JITS

@@ -11,7 +11,7 @@ from jax import lax
 from jaxact._bits.cost import Sensitivity
 from jaxact._compress import compress
 from jaxact._decision import Decision
-from jaxact._engine.passes import BackwardProgram, Packed, Probe
+from jaxact._engine.storage import BackwardProgram, Packed, Probe
 from jaxact._jaxpr.types import Array, PyTree
 from jaxact._measure.census import census
 from jaxact._measure.instrument import Instrument, evaluate_instrumented

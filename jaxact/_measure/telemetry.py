@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxact._bits.cost import Sensitivity
 from jaxact._decision import Decision
-from jaxact._engine.passes import BackwardProgram, Packed
+from jaxact._engine.storage import BackwardProgram, Packed
 from jaxact._jaxpr.compat import open_jaxpr
 from jaxact._jaxpr.types import PyTree, Shape
 from jaxact._measure.census import Rounded, census
