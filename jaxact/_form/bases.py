@@ -11,6 +11,7 @@ from jaxact._form.channel_norms import ChannelNorms, channel_norms
 from jaxact._form.chooser import Chooser
 from jaxact._form.poles import bases_near_poles
 from jaxact._form.pooling import pool_body
+from jaxact._form.short_norms import bases_in_short_norms
 from jaxact._jaxpr.flow import fact_of
 from jaxact._jaxpr.primitives import ELEMENTWISE, VIEWS
 from jaxact._jaxpr.read import is_float, is_literal, variables_in
@@ -42,7 +43,7 @@ class _Bases:
       stored: bases to store, in order.
       uses: how the backward program uses the roundings of `stored`; the bit of a base
         is 1 << its position there.
-      near_poles: variables that stay exact as they may come near a function's pole.
+      spared: variables that stay exact though the policy would round them.
     """
 
     reading: Reading
@@ -50,7 +51,7 @@ class _Bases:
     norms: ChannelNorms
     stored: tuple[Var, ...]
     uses: Uses
-    near_poles: frozenset[Var]
+    spared: dict[Var, Reason]
 
 
 def plan_bases(
@@ -109,13 +110,16 @@ def _bases(reading: Reading) -> _Bases:
         return Chooser(jaxpr, classes.with_exact(stored_inside), producers)
 
     chooser = chooser_with(())
-    near_poles = {
-        v
-        for v in bases_near_poles(jaxpr, chooser.classes)
+    reasons = dict.fromkeys(bases_near_poles(jaxpr, chooser.classes), Reason.NEAR_POLE)
+    short = bases_in_short_norms(jaxpr, chooser.classes, producers)
+    reasons |= dict.fromkeys(short, Reason.SHORT_NORM)
+    spared = {
+        v: reason
+        for v, reason in reasons.items()
         if _is_rounded_by_default(reading, chooser, v)
     }
-    if near_poles:
-        chooser = chooser_with(near_poles)
+    if spared:
+        chooser = chooser_with(spared)
     stored = tuple(chooser.choose(reading.leaves))
     backward = reading.forward.backward
     roundings = _roundings(chooser, stored)
@@ -130,7 +134,7 @@ def _bases(reading: Reading) -> _Bases:
         },
     )
     norms = channel_norms(jaxpr, producers)
-    return _Bases(reading, chooser, norms, stored, uses, frozenset(near_poles))
+    return _Bases(reading, chooser, norms, stored, uses, spared)
 
 
 def _roundings(chooser: Chooser, stored: Sequence[Var]) -> dict[Atom, int]:
@@ -204,8 +208,8 @@ def _decide_base(bases: _Bases, v: Var) -> Decision:
 
 def _decide_exact(bases: _Bases, v: Var) -> Decision:
     reading, residual = bases.reading, _residual(bases.reading, bases.chooser, v)
-    if v in bases.near_poles:
-        return Decision(residual, Exact(), Reason.NEAR_POLE)
+    if v in bases.spared:
+        return Decision(residual, Exact(), bases.spared[v])
     return decide_unrounded(reading, v, residual) or reading.policy.decide(
         residual, small_size=reading.small_size, statistic=True
     )

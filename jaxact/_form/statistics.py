@@ -20,7 +20,10 @@ def find_statistics(jaxpr: Jaxpr, is_activation: Predicate) -> set[Var]:
     contracted = _contracted(jaxpr)
     statistics: set[Var] = set()
     for eqn in jaxpr.eqns:
-        v, inputs = eqn.outvars[0], variables_in(eqn.invars)
+        inputs = variables_in(eqn.invars)
+        if not inputs or not eqn.outvars:  # a random draw; a print
+            continue
+        v = eqn.outvars[0]
         if v in contracted or not is_float(v):
             continue
         if eqn.primitive.name in REDUCTIONS | SCATTERS:
@@ -43,7 +46,7 @@ def _contracted(jaxpr: Jaxpr) -> set[Var]:
         if eqn.primitive.name in MATMULS:
             if _contracts(eqn):
                 contracted.update(inputs)
-        elif eqn.outvars[0] in contracted and _keeps_size(eqn):
+        elif _keeps_size(eqn) and eqn.outvars[0] in contracted:
             size = eqn.outvars[0].aval.size
             contracted.update(x for x in inputs if x.aval.size == size)
     return contracted

@@ -1,0 +1,67 @@
+"""Norms over a few values: BatchNorm with four rows, a unit vector with two elements.
+
+A norm's gradient is what remains of the cotangent beside the normalized value's own
+direction. With few values little remains, and where they lie close together the inverse
+deviation is large: at 8 bits the gradient of a BatchNorm over four values had 1.4 times
+its size in noise. The values that such a norm is taken from stay exact.
+"""
+
+from jaxact._form.affine_classes import Classes
+from jaxact._jaxpr.primitives import MOVES, REDUCTIONS
+from jaxact._jaxpr.read import is_elementwise, is_literal, variables_in
+from jaxact._jaxpr.types import Atom, Eqn, Jaxpr, Producers, Var
+
+# Over nine values or more a draw's noise at 8 bits is a few percent of the gradient.
+FEW = 8
+_ROOTS = frozenset(["sqrt", "rsqrt", "pow"])
+
+
+def bases_in_short_norms(
+    jaxpr: Jaxpr, classes: Classes, producers: Producers
+) -> set[Var]:
+    """Bases that a root of a sum over a few values is computed from."""
+    summed: dict[Var, set[Atom]] = {}
+    bases: set[Var] = set()
+    for eqn in jaxpr.eqns:
+        operands = {x for v in variables_in(eqn.invars) for x in summed.get(v, ())}
+        if _is_short(eqn):
+            operands.add(eqn.invars[0])
+        elif not _keeps_elements(eqn):
+            continue
+        if operands:
+            summed.update((v, operands) for v in eqn.outvars)
+        if eqn.primitive.name in _ROOTS:
+            for x in operands:
+                bases |= _bases_behind(x, classes, producers)
+    return bases
+
+
+def _is_short(eqn: Eqn) -> bool:
+    """Whether each result is reduced from a few elements."""
+    if eqn.primitive.name not in REDUCTIONS or is_literal(eqn.invars[0]):
+        return False
+    size, results = eqn.invars[0].aval.size, eqn.outvars[0].aval.size
+    return results < size <= FEW * results
+
+
+def _bases_behind(x: Atom, classes: Classes, producers: Producers) -> set[Var]:
+    """The base of a value, and of those that it is a square or a power of."""
+    bases: set[Var] = set()
+    todo = [x]
+    while todo:
+        v = todo.pop()
+        if classes.is_exact(v) or classes.base[v] in bases:
+            continue
+        base = classes.base[v]
+        bases.add(base)
+        eqn = producers.get(base)
+        if eqn is not None and _keeps_elements(eqn):
+            inputs = [u for u in variables_in(eqn.invars) if not classes.is_exact(u)]
+            # More than one: a residual join, where other values begin.
+            if len({classes.base[u] for u in inputs}) == 1:
+                todo += inputs
+    return bases
+
+
+def _keeps_elements(eqn: Eqn) -> bool:
+    return is_elementwise(eqn) or eqn.primitive.name in MOVES
