@@ -135,6 +135,12 @@ def as_tuple(static_argnums):
     )
 
 
+def applied(transform, target, static_argnums):
+    """The transformed target; a decorator where there is none yet."""
+    options = {"static_argnums": static_argnums}
+    return transform(target, **options) if target else transform(**options)
+
+
 def replace_remat(transform):
     limit_check_grads()
     real = jax.checkpoint
@@ -142,7 +148,7 @@ def replace_remat(transform):
     def remat(f=None, **options):
         if is_library(sys._getframe(1)):
             return real(f, **options) if f else functools.partial(real, **options)
-        return transform(f, static_argnums=options.get("static_argnums", ()))
+        return applied(transform, f, options.get("static_argnums", ()))
 
     for module in (jax, jax.ad_checkpoint):
         for name in ("checkpoint", "remat"):
@@ -154,7 +160,7 @@ def replace_linen(transform):
     from flax import linen
 
     def remat(target=None, *, static_argnums=(), **_):
-        return transform(target, static_argnums=static_argnums)  # both count self
+        return applied(transform, target, static_argnums)  # both count self
 
     linen.remat = linen.checkpoint = remat
 
@@ -163,7 +169,7 @@ def replace_nnx(transform):
     from flax import nnx
 
     def remat(f=None, *, static_argnums=(), **_):
-        return transform(f, static_argnums=static_argnums)
+        return applied(transform, f, static_argnums)
 
     nnx.remat = remat
 
