@@ -47,7 +47,10 @@ def checkpoint(block: Any, policy: Callable[..., Any] | None = None) -> Any:
 
 
 def compress(block: Any, bits: int, recompute: Any = None) -> Any:
-    policy = jaxact.Policy(bits, recompute=recompute)
+    # As many bits for values that a checkpoint computes others from, 8 by default:
+    # GPT-2's queries and keys, the inputs of checkpointed blocks.
+    rule = jaxact.Rule(jaxact.Quantize(bits), recomputed_from=True)
+    policy = jaxact.Policy(bits, rules=(rule,), recompute=recompute)
     activations = None if isinstance(block, type) else "x"
     return jaxact.compress(block, policy=policy, activations=activations)
 

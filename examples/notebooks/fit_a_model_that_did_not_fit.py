@@ -136,6 +136,8 @@ def step_of(block, dtype):
 # %%
 saveable = jax.checkpoint_policies
 pack = functools.partial(jaxact.compress, activations="x")
+# Values that others are computed from again get 8 bits, unless a rule says otherwise.
+inputs_in_4_bits = jaxact.Rule(jaxact.Quantize(4), recomputed_from=True)
 ways = {
     "uncompressed": block,
     "checkpoint, dots saveable": jax.checkpoint(
@@ -144,7 +146,9 @@ ways = {
     "checkpoint": jax.checkpoint(block),
     "jaxact, 4 bits": pack(block),
     "jaxact, 2 bits": pack(block, policy=jaxact.Policy(bits=2)),
-    "jaxact, 4 bits + checkpoint": pack(jax.checkpoint(pack(block))),
+    "jaxact, 4 bits + checkpoint": pack(
+        jax.checkpoint(pack(block)), policy=jaxact.Policy(rules=(inputs_in_4_bits,))
+    ),
 }
 
 text = "\n".join(topics[name] for name in sorted(topics))  # Python's own help

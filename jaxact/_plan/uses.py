@@ -175,8 +175,11 @@ def _elementary(eqn: Eqn, operands: Sequence[Value], uses: Uses) -> Value:
     if (name in _LINEAR and not loses_precision(eqn)) or name in _TESTS:
         return result
     if name in _BILINEAR:
-        uses.repeated |= operands[0].bits & operands[1].bits
-        return result
+        overlap = operands[0].bits & operands[1].bits
+        uses.repeated |= overlap
+        return Value(
+            result.linear & ~overlap, result.bent | overlap, result.has_cotangent
+        )
     if name == "div":
         uses.divided |= operands[1].linear
         uses.nonlinear |= operands[1].bits
@@ -188,16 +191,21 @@ def _elementary(eqn: Eqn, operands: Sequence[Value], uses: Uses) -> Value:
         uses.divided |= result.linear
         uses.nonlinear |= result.bits
         return result.after_nonlinear()
+    if name == "triangular_solve":
+        uses.solved |= operands[0].bits
+        uses.nonlinear |= operands[0].bits
+        return operands[1] | operands[0].after_nonlinear()
     # Not understood, such as a kernel: linear in cotangents by contract, and in nothing
     # else. An elementwise function, though, bends a cotangent with its noise too (a
     # custom rule that clips gradients).
     everything = name in ELEMENTWISE
     residuals = [o for o in operands if everything or not o.has_cotangent]
-    known = _union(residuals[:1] if name == "triangular_solve" else residuals)
+    known = _union(residuals)
     if name in SOLVERS or name in FACTORIZATIONS:
         uses.solved |= known.bits
     uses.nonlinear |= known.bits
-    return result | known.after_nonlinear()
+    others = _union([o for o in operands if not everything and o.has_cotangent])
+    return others | known.after_nonlinear()
 
 
 def _body(eqn: Eqn) -> ClosedJaxpr | None:
