@@ -70,8 +70,8 @@ class Rule:
         nonlinear from the residual, see `Residual.is_recomputed_from`.
       where: predicate on a `Residual`.
 
-    A rule without `path` and `key` that matches nothing is warned about. One with
-    either is not, as it may be meant for another module with the same policy; the
+    A rule without `path`, `key` and `recomputed_from` that matches nothing is warned
+    about. Others may be meant for another module with the same policy; the
     table that `jaxact.residuals` prints lists all rules that matched nothing.
 
     Raises:

@@ -28,7 +28,8 @@ def warn_if_unused(policy: Policy, name: str, plans: Sequence[StoragePlan]) -> N
     used = {d.rule for d in decisions}
     for index, rule in enumerate(policy.rules):
         # A path or a key may belong to another module with the same policy.
-        if index not in used and rule.path is None and rule.key is None:
+        aims = (rule.path, rule.key, rule.recomputed_from)
+        if index not in used and aims == (None, None, None):
             _warn(
                 f"jaxact: {rule} matched no residual of {name}. See "
                 "jaxact.residuals for the residuals that there are."
