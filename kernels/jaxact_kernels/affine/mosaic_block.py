@@ -71,7 +71,7 @@ class Block:
         mosaic_compat.store(ref.at[self._rows], x)
 
     @property
-    def _rows(self) -> pl.Slice:
+    def _rows(self) -> slice | pl.Slice:
         return pl.ds(self._first, self.tiles.groups)
 
     def _columns(self, ref: jax.Ref, start: int) -> jax.Ref:
