@@ -7,8 +7,8 @@ exact.
 """
 
 from jaxact._form.affine_classes import Classes
-from jaxact._jaxpr.primitives import MOVES, REDUCTIONS
-from jaxact._jaxpr.read import is_elementwise, is_literal, variables_in
+from jaxact._jaxpr.primitives import REDUCTIONS
+from jaxact._jaxpr.read import is_literal, keeps_elements, variables_in
 from jaxact._jaxpr.types import Atom, Eqn, Jaxpr, Producers, Var
 
 # Error of one draw over the gradient, for BatchNorm of a product at 8 bits: 2600 over 2
@@ -27,7 +27,7 @@ def bases_in_short_norms(
         operands = {x for v in variables_in(eqn.invars) for x in summed.get(v, ())}
         if _is_short(eqn):
             operands.add(eqn.invars[0])
-        elif not _keeps_elements(eqn):
+        elif not keeps_elements(eqn):
             continue
         if operands:
             summed.update((v, operands) for v in eqn.outvars)
@@ -56,13 +56,9 @@ def _bases_behind(x: Atom, classes: Classes, producers: Producers) -> set[Var]:
         base = classes.base[v]
         bases.add(base)
         eqn = producers.get(base)
-        if eqn is not None and _keeps_elements(eqn):
+        if eqn is not None and keeps_elements(eqn):
             inputs = [u for u in variables_in(eqn.invars) if not classes.is_exact(u)]
             # More than one: a residual join, where other values begin.
             if len({classes.base[u] for u in inputs}) == 1:
                 todo += inputs
     return bases
-
-
-def _keeps_elements(eqn: Eqn) -> bool:
-    return is_elementwise(eqn) or eqn.primitive.name in MOVES

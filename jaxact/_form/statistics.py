@@ -6,8 +6,8 @@ reduction that a product contracts with is none: a pooled feature is an activati
 another.
 """
 
-from jaxact._jaxpr.primitives import MATMULS, MOVES, REDUCTIONS, SCATTERS
-from jaxact._jaxpr.read import is_elementwise, is_float, variables_in
+from jaxact._jaxpr.primitives import MATMULS, REDUCTIONS, SCATTERS
+from jaxact._jaxpr.read import is_float, keeps_elements, variables_in
 from jaxact._jaxpr.types import Eqn, Jaxpr, Predicate, Var
 
 
@@ -29,7 +29,7 @@ def find_statistics(jaxpr: Jaxpr, is_activation: Predicate) -> set[Var]:
         if eqn.primitive.name in REDUCTIONS | SCATTERS:
             if v.aval.size < max(x.aval.size for x in inputs):
                 statistics.add(v)
-        elif _keeps_size(eqn):
+        elif keeps_elements(eqn):
             known = [x for x in inputs if x in statistics]
             others = [x for x in inputs if x not in statistics and is_float(x)]
             is_alike = any(x.aval.size == v.aval.size for x in known)
@@ -46,7 +46,7 @@ def _contracted(jaxpr: Jaxpr) -> set[Var]:
         if eqn.primitive.name in MATMULS:
             if _contracts(eqn):
                 contracted.update(inputs)
-        elif _keeps_size(eqn) and eqn.outvars[0] in contracted:
+        elif keeps_elements(eqn) and eqn.outvars[0] in contracted:
             size = eqn.outvars[0].aval.size
             contracted.update(x for x in inputs if x.aval.size == size)
     return contracted
@@ -58,7 +58,3 @@ def _contracts(eqn: Eqn) -> bool:
         return True
     (axes, _), _ = eqn.params["dimension_numbers"]
     return len(axes) > 0
-
-
-def _keeps_size(eqn: Eqn) -> bool:
-    return is_elementwise(eqn) or eqn.primitive.name in MOVES

@@ -13,6 +13,7 @@ from jaxact._jaxpr.primitives import (
     CUSTOM_RULES,
     ELEMENTWISE,
     LINEAR,
+    MOVES,
     PIECEWISE,
     STEPS,
 )
@@ -95,6 +96,11 @@ def is_elementwise(eqn: Eqn) -> bool:
     if name == "custom_jvp_call":
         return names_inside(eqn) <= ELEMENTWISE
     return name in ELEMENTWISE
+
+
+def keeps_elements(eqn: Eqn) -> bool:
+    """Whether it is elementwise, or moves or copies elements."""
+    return is_elementwise(eqn) or eqn.primitive.name in MOVES
 
 
 def is_piecewise_linear(eqn: Eqn) -> bool:
