@@ -143,9 +143,8 @@ def _product(a: jax.Array | int, b: jax.Array | int) -> Any:
         return a * b
     if isinstance(b, int):
         return a if b == 1 else _wide(a) * b
-    a, b = _wide(a), _wide(b)
-    dtype = jnp.promote_types(a.dtype, b.dtype)
-    return a.astype(dtype) * b.astype(dtype)
+    a, b = _in_one_dtype(a, b)
+    return a * b
 
 
 def _wide(x: jax.Array) -> jax.Array:
@@ -157,14 +156,25 @@ def _wide(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32) if x.dtype == jnp.float16 else x
 
 
+def _in_one_dtype(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Two wide arrays in the dtype that holds both.
+
+    A chain through a cast has slopes of two dtypes, which `jax_numpy_dtype_promotion =
+    "strict"` would refuse to promote.
+    """
+    a, b = _wide(a), _wide(b)
+    with jax.numpy_dtype_promotion("standard"):
+        dtype = jnp.promote_types(a.dtype, b.dtype)
+    return a.astype(dtype), b.astype(dtype)
+
+
 def plus(a: Slope, b: Slope) -> Slope:
     """The sum of two slopes."""
     a, b = (_array(x) if isinstance(x, Gated) else x for x in (a, b))
     if isinstance(a, int) or isinstance(b, int):
         return a + b
-    a, b = _wide(a), _wide(b)
-    dtype = jnp.promote_types(a.dtype, b.dtype)
-    return a.astype(dtype) + b.astype(dtype)
+    a, b = _in_one_dtype(a, b)
+    return a + b
 
 
 def apply(slope: Slope, tangent: jax.Array, like: jax.Array) -> jax.Array:

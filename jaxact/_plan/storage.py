@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxact._codec import Exact
 from jaxact._decision import Decision
@@ -78,7 +79,7 @@ class Normalized:
 
     def stored_dtype(self, dtype: Dtype) -> Dtype:
         """The normalized array's dtype."""
-        return jnp.promote_types(dtype, jnp.float32)
+        return np.promote_types(dtype, np.float32)
 
     def _statistics(self, x: jax.Array, env: Env) -> list[jax.Array]:
         shape, dtype = (1,) * (x.ndim - 1) + x.shape[-1:], self.stored_dtype(x.dtype)
