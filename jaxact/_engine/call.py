@@ -43,7 +43,7 @@ from jaxact._plan.mark import CompressedCall, mark, mark_call
 from jaxact._plan.storage import StoragePlan
 from jaxact._policy import Policy
 from jaxact._residual import join_paths, module_path
-from jaxact._trace import Argument, Flat, Static, is_inexact, trace
+from jaxact._trace import Argument, Flat, Static, TraceCache, is_inexact, trace
 
 
 def call_compressed(
@@ -55,6 +55,7 @@ def call_compressed(
     seed: Array,
     *,
     name: object = None,
+    cache: TraceCache | None = None,
 ) -> PyTree:
     """Evaluate `f(*args, **kwargs)` with compressed residuals.
 
@@ -62,9 +63,10 @@ def call_compressed(
       describe: each argument's label and kind.
       seed: uint32 scalar, for the rounding noise.
       name: the class or function that the user compressed, for messages.
+      cache: of `f`'s earlier traces.
     """
     title = getattr(name or f, "__qualname__", str(name or f))
-    flat, values, rebuild = trace(f, args, kwargs, describe)
+    flat, values, rebuild = trace(f, args, kwargs, describe, cache)
     prefix = module_path(source_info_util.current_name_stack())
     report = functools.partial(warn_if_unused, policy, title)
     values = [jnp.asarray(v) if isinstance(v, np.ndarray) else v for v in values]
