@@ -140,5 +140,5 @@ def test_a_codec_in_float32_leaves_float64_exact(codec, scale):
     gradient = lambda f: jax.grad(lambda w: f(w, x).sum())(w)
     np.testing.assert_array_equal(gradient(small), gradient(f))
     table = jaxact.residuals(small, w, x)
-    reasons = [row.why for row in table.rows if row.residual.dtype == jnp.float64]
+    reasons = [row.why for row in table.rows]
     assert any("Quantize stores float64" in why for why in reasons)
