@@ -8,6 +8,7 @@ closures over tracers. Values that are not arrays stay the Python values they ar
 import dataclasses
 import enum
 import inspect
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeAlias, TypeGuard
 
@@ -17,6 +18,7 @@ import numpy as np
 
 from jaxact._jaxpr.compat import open_jaxpr
 from jaxact._jaxpr.evaluate import evaluate
+from jaxact._jaxpr.structure import open_structure
 from jaxact._jaxpr.types import Array, Jaxpr, Var
 from jaxact._read_values import are_same, read_values
 
@@ -58,6 +60,14 @@ class Flat:
     @property
     def invars(self) -> list[Var]:
         return [*self.jaxpr.constvars, *self.jaxpr.invars]
+
+    def first_alike(self) -> "Flat":
+        """The first function that was traced to the same program, else this one."""
+        key = open_structure(self.jaxpr), self.kinds, self.paths, self.owners
+        return _traced.setdefault(key, self)
+
+
+_traced: "weakref.WeakValueDictionary[Hashable, Flat]" = weakref.WeakValueDictionary()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -202,3 +202,14 @@ def test_what_is_wrong_is_said():
         jaxact.sensitivity(lambda w: (network(Policy())((w,), X), 1), WS[0])
     with pytest.raises(TypeError, match="real scalar"):
         jaxact.sensitivity(lambda w: layer(w, X), WS[0], policy=Policy())
+
+
+def test_equal_calls_compile_once(caplog):
+    """Also a loss that is another function, traced to the same program."""
+    first = jaxact.sensitivity(network(Policy(bits=2)), WS, X)
+    with jax.log_compiles(True), caplog.at_level("WARNING"):
+        second = jaxact.sensitivity(network(Policy(bits=2)), WS, X)
+        other = jaxact.sensitivity(network(Policy(bits=3)), WS, X)
+    assert first == second != other
+    compiled = [r.message for r in caplog.records if "Compiling jit" in r.message]
+    assert len([m for m in compiled if "_gradient" in m]) == 1, "that of 3 bits"
