@@ -5,6 +5,7 @@ tracers included, become explicit arguments, because `custom_vjp` refuses
 closures over tracers. Values that are not arrays stay the Python values they are.
 """
 
+import collections
 import dataclasses
 import enum
 import inspect
@@ -86,6 +87,16 @@ def is_inexact(x: Array) -> bool:
     return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
 
+def numbered(labels: Sequence[str]) -> tuple[str, ...]:
+    """Each label's later copies with a number: ('carry', 'carry[1]')."""
+    seen = collections.Counter[str]()
+    result = []
+    for label in labels:
+        result.append(f"{label}[{seen[label]}]" if seen[label] else label)
+        seen[label] += 1
+    return tuple(result)
+
+
 def as_tuple(names: Names) -> tuple[str | int, ...]:
     """One name or position, or several, as a tuple."""
     return (names,) if isinstance(names, str | int) else tuple(names)
@@ -135,7 +146,7 @@ def trace(
     flat = Flat(
         jaxpr,
         (Kind.PARAMETER,) * len(consts) + tuple(kinds[i] for i in dynamic),
-        ("closed over",) * len(consts) + tuple(labels[i] for i in dynamic),
+        numbered(["closed over"] * len(consts) + [labels[i] for i in dynamic]),
         (-1,) * len(consts) + tuple(owners[i] for i in dynamic),
     )
 

@@ -23,7 +23,6 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
-from jax.extend import source_info_util
 
 from jaxact._checkpoint_policies import PACKED_NAME
 from jaxact._decision import Decision
@@ -35,6 +34,7 @@ from jaxact._engine.storage import Draw, Packed, Storage
 from jaxact._engine.warnings import warn_if_unused
 from jaxact._jaxpr.compat import VJP_OPTIONS, reduced_like
 from jaxact._jaxpr.evaluate import evaluate
+from jaxact._jaxpr.labels import Label, current_path, with_labels
 from jaxact._jaxpr.opaque import hide
 from jaxact._jaxpr.primitives import FUSED
 from jaxact._jaxpr.read import is_float
@@ -42,7 +42,7 @@ from jaxact._jaxpr.types import Array, Env, PyTree, Var
 from jaxact._plan.mark import CompressedCall, mark, mark_call
 from jaxact._plan.storage import StoragePlan
 from jaxact._policy import Policy
-from jaxact._residual import join_paths, module_path
+from jaxact._residual import join_paths
 from jaxact._trace import Argument, Flat, Static, is_inexact, trace
 
 
@@ -55,6 +55,8 @@ def call_compressed(
     seed: Array,
     *,
     name: object = None,
+    above: str | None = None,
+    path: str = "",
 ) -> PyTree:
     """Evaluate `f(*args, **kwargs)` with compressed residuals.
 
@@ -62,14 +64,20 @@ def call_compressed(
       describe: each argument's label and kind.
       seed: uint32 scalar, for the rounding noise.
       name: the class or function that the user compressed, for messages.
+      above: the path that the call's own operations continue; None: JAX's current
+        scopes, which start again where JAX traces a function apart.
+      path: of the call, below that; its operations have it already.
     """
     title = getattr(name or f, "__qualname__", str(name or f))
     flat, values, rebuild = trace(f, args, kwargs, describe)
-    prefix = module_path(source_info_util.current_name_stack())
+    flat = replace(flat, jaxpr=with_labels(flat.jaxpr))
+    above = current_path() if above is None else above
+    number = number_in_trace(join_paths(above, path))
+    prefix = join_paths(above, Label("call", number.with_path).component)
     report = functools.partial(warn_if_unused, policy, title)
     values = [jnp.asarray(v) if isinstance(v, np.ndarray) else v for v in values]
     engine = Engine(policy, prefix, title, report)
-    seed = salted(seed, "call", number_in_trace())
+    seed = salted(seed, "call", number.total)
     return rebuild(engine(flat, Draw(seed, {}), values))
 
 
@@ -120,7 +128,7 @@ class Engine:
 
     Attributes:
       policy: decides about each residual.
-      prefix: the call's module path, for tables.
+      prefix: the call's module path, with its label.
       name: the compressed function, for messages.
       report: hears a call's plans when it is first differentiated.
       storage: encodes and decodes the residuals.

@@ -16,7 +16,7 @@ function called twice, a scan's body. Keys are for these.
 import collections
 import hashlib
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.extend import core as jex
@@ -29,30 +29,43 @@ _TRACES = 1024
 
 
 class _Counts(threading.local):
-    """(state of a trace, its calls so far), the last one used at the end.
+    """(state of a trace, its calls so far by path), the last one used at the end.
 
     States compare equal for the same trace, have no hash and keep no trace alive.
     """
 
     def __init__(self) -> None:
-        self.entries: collections.deque[tuple[object, int]] = collections.deque(
-            maxlen=_TRACES
+        self.entries: collections.deque[tuple[object, collections.Counter[str]]] = (
+            collections.deque(maxlen=_TRACES)
         )
 
 
 _counts = _Counts()
 
 
-def number_in_trace() -> int:
-    """How many compressed calls the current trace made before this one."""
+class CallNumber(NamedTuple):
+    """How many compressed calls come before one in its trace.
+
+    Attributes:
+      with_path: of those with the same path.
+    """
+
+    total: int
+    with_path: int
+
+
+def number_in_trace(path: str) -> CallNumber:
+    """The number of a call at `path` in the current trace, which counts it."""
     state, entries = jex.get_opaque_trace_state(), _counts.entries
-    number = 0
+    counts = collections.Counter[str]()
     for i in reversed(range(len(entries))):
         if entries[i][0] == state:
-            number = entries[i][1]
+            counts = entries[i][1]
             del entries[i]
             break
-    entries.append((state, number + 1))
+    number = CallNumber(counts.total(), counts[path])
+    counts[path] += 1
+    entries.append((state, counts))
     return number
 
 

@@ -13,6 +13,7 @@ import jax
 from flax.core import Scope, lift
 
 from jaxact._engine.call import call_compressed, seed_from
+from jaxact._jaxpr.labels import current_path
 from jaxact._jaxpr.types import Array
 from jaxact._modules.adapter import NOISE_STREAM, require_call
 from jaxact._modules.original import remember
@@ -72,6 +73,7 @@ def _lift(
             rngs: object,
             seed: Array,
             module: str,
+            above: str,
             *args: object,
             **kwargs: object,
         ) -> Any:
@@ -93,7 +95,15 @@ def _lift(
             ]
             inputs = (variables, rngs, *args)
             return call_compressed(
-                pure, inputs, kwargs, describe, policy, seed, name=target
+                pure,
+                inputs,
+                kwargs,
+                describe,
+                policy,
+                seed,
+                name=target,
+                above=above,
+                path=module,
             )
 
         lift_all = ((True,), (True,), (True,))
@@ -108,12 +118,28 @@ def _lift(
         ) -> Any:
             if rounding_key is None:
                 rounding_key = _stream_key(scopes)
-            module = jax.tree.leaves(scopes)[0].name or ""
-            return lifted(scopes, seed_from(rounding_key), module, *args, **kwargs)
+            scope = jax.tree.leaves(scopes)[0]
+            module, above = scope.name or "", _path_above(scope.path[:-1])
+            seed = seed_from(rounding_key)
+            return lifted(scopes, seed, module, above, *args, **kwargs)
 
         return seeded
 
     return nn.transforms.lift_transform(transform, target)
+
+
+def _path_above(path: Sequence[str]) -> str:
+    """JAX's current scopes, completed by the first part of a module's path.
+
+    They start again where JAX traces a function apart, as for `nn.remat`.
+    """
+    current = current_path()
+    scopes, missing = [p for p in current.split("/") if p], len(path)
+    while missing and scopes and scopes[-1] == path[missing - 1]:
+        scopes.pop()
+        missing -= 1
+    is_cut = not scopes and missing
+    return join_paths(*path[:missing], current) if is_cut else current
 
 
 def _in_module(module: str, argument: Argument) -> Argument:
