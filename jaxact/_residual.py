@@ -13,7 +13,15 @@ from typing import NamedTuple
 from jax.extend import source_info_util
 
 from jaxact._jaxpr.compat import open_jaxpr
-from jaxact._jaxpr.labels import Label, kind_of, labels_in, module_path, visible
+from jaxact._jaxpr.labels import (
+    CALLS,
+    DERIVATIVE,
+    Label,
+    kind_of,
+    labels_in,
+    module_path,
+    visible,
+)
 from jaxact._jaxpr.primitives import TRANSPARENT
 from jaxact._jaxpr.read import call_body, is_literal
 from jaxact._jaxpr.types import Atom, Dtype, Eqn, Jaxpr, Producers, Var
@@ -34,10 +42,11 @@ class Residual:
       stacked: how many copies enclosing scans keep.
       aliases: names of values that the backward pass derives from it.
       label: tells it from others with its path: its name or its primitive, and from
-        the second one on its number, as 'mul#4'; 'tanh.mul' is a `mul` that
-        differentiating `tanh` adds.
-      call: tells it from the same residual of other calls with its path, as '@call#1'
-        and '@scan#2'; '' in the first one.
+        the second one on its number, as 'mul#4'; 'tanh.derivative' is a value that
+        JAX computes to differentiate `tanh`. Under a path that ends with 'derivative',
+        the function that a derivative is of.
+      call: tells it from the same residual of other lines' calls with its path, and
+        of other scans, as '@call#1' and '@scan#2'; '' in the first one.
       is_normalized: whether it is stored through a normalization over channels, such
         as BatchNorm's.
       is_carry: whether it is the carry that enters each step of a scan, stacked.
@@ -66,9 +75,11 @@ class Residual:
         """Identity, whatever the policy; 'Net/block0/mlp_up' or 'Net/dot_general#1'.
 
         Path, label and call. It is the same in every trace of a program, whatever is
-        differentiated and at any batch size. Numbers count the user's own operations
-        and calls in one trace; what JAX traces by itself (a jitted function, a
-        checkpoint, a scan's body) starts again from 0. A scan's steps share keys.
+        differentiated and at any batch size. Numbers count the user's own operations,
+        and the lines that make calls with one path; what JAX traces apart (a jitted
+        function, a checkpoint, a scan's body) counts from 0. Calls of one line with
+        one path share keys, as a scan's steps do: a model that is called for each
+        part of a batch. Calls without any path do not.
         """
         label = self.label or self.name or self.primitive
         return join_paths(self.path, label) + self.call
@@ -143,6 +154,7 @@ class Provenance:
     prefix: str = ""
     _indexed: dict[int, Producers] = dataclasses.field(default_factory=dict)
     _numbers: dict[int, dict[int, int]] = dataclasses.field(default_factory=dict)
+    _added: dict[int, dict[str, list[int]]] = dataclasses.field(default_factory=dict)
 
     def of(self, v: Var) -> Residual:
         """`v` as a residual: its shape and dtype, and the equation that made it."""
@@ -176,13 +188,22 @@ class Provenance:
 
     def _label(self, jaxpr: Jaxpr, eqn: Eqn) -> str:
         """An equation's label; without one, its number among those alike."""
-        own = Label(kind_of(eqn), self._number(jaxpr, eqn))
-        labels = labels_in(module_path(eqn.source_info.name_stack))
+        path = module_path(eqn.source_info.name_stack)
+        own, labels = Label(kind_of(eqn), self._number(jaxpr, eqn)), labels_in(path)
         if not labels:
             return str(own)
-        if labels[-1].is_of(own.kind) and own.number == 0:
-            return str(Label(own.kind, labels[-1].number))
-        return f"{labels[-1]}.{own}"
+        user = labels[-1]
+        if user.is_of(own.kind) and own.number == 0:
+            return str(Label(own.kind, user.number))
+        # JAX's versions differ in the equations that they differentiate one into.
+        results = self._results(jaxpr, path)
+        is_named = eqn.primitive.name == "name"
+        if is_named or user.kind in CALLS or id(eqn) not in results:
+            return f"{user}.{own}"
+        position = results.index(id(eqn))
+        number = f".{position}" if position else ""
+        is_in_cell = path.endswith(f"/{DERIVATIVE}")
+        return f"{user}{number}" if is_in_cell else f"{user}.{DERIVATIVE}{number}"
 
     def _number(self, jaxpr: Jaxpr, eqn: Eqn) -> int:
         """How many equations with its kind, path and label come before `eqn`."""
@@ -193,6 +214,33 @@ class Provenance:
                 kind = (kind_of(e), module_path(e.source_info.name_stack))
                 numbers[id(e)] = seen[kind] = seen.get(kind, -1) + 1
         return self._numbers[id(jaxpr)][id(eqn)]
+
+    def _results(self, jaxpr: Jaxpr, path: str) -> list[int]:
+        """The ids of equations at `path` that differentiation added for a program's results.
+
+        Residuals are among the results.
+        """
+        if id(jaxpr) not in self._added:
+            added = self._added[id(jaxpr)] = {}
+            makers = {id(self._maker(jaxpr, v)) for v in jaxpr.outvars}
+            for e in jaxpr.eqns:
+                if id(e) in makers:
+                    stack = module_path(e.source_info.name_stack)
+                    labels = labels_in(stack)
+                    is_own = labels and labels[-1].is_of(kind_of(e))
+                    if not is_own or self._number(jaxpr, e):
+                        added.setdefault(stack, []).append(id(e))
+        return self._added[id(jaxpr)].get(path, [])
+
+    def _maker(self, jaxpr: Jaxpr, v: Atom) -> Eqn | None:
+        """The equation that computes a value, past those that only label it."""
+        producers, eqn = self.producers(jaxpr), None
+        while not is_literal(v) and v in producers:
+            eqn = producers[v]
+            if eqn.primitive.name not in TRANSPARENT:
+                return eqn
+            v = eqn.invars[eqn.outvars.index(v)]
+        return None
 
     def _origin(self, jaxpr: Jaxpr, v: Atom, prefix: str) -> _Origin:
         """Walk back from `v` to the equation, argument or constant that it is."""

@@ -27,11 +27,12 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jaxact._checkpoint_policies import PACKED_NAME
 from jaxact._decision import Decision
 from jaxact._engine.backward import backward_pass
-from jaxact._engine.number import number_in_trace, salted
+from jaxact._engine.lines import user_line
+from jaxact._engine.number import Site, number_in_trace, salted
 from jaxact._engine.outputs import independent_outputs, select_outputs, when_all
 from jaxact._engine.planning import plan_call
 from jaxact._engine.storage import Draw, Packed, Storage
-from jaxact._engine.warnings import warn_if_unused
+from jaxact._engine.warnings import notice, planning, warn_about_rules
 from jaxact._jaxpr.compat import VJP_OPTIONS, reduced_like
 from jaxact._jaxpr.evaluate import evaluate
 from jaxact._jaxpr.labels import Label, current_path, with_labels
@@ -72,9 +73,11 @@ def call_compressed(
     flat, values, rebuild = trace(f, args, kwargs, describe)
     flat = replace(flat, jaxpr=with_labels(flat.jaxpr))
     above = current_path() if above is None else above
-    number = number_in_trace(join_paths(above, path))
-    prefix = join_paths(above, Label("call", number.with_path).component)
-    report = functools.partial(warn_if_unused, policy, title)
+    line = user_line()
+    site = Site(title, line.filename, line.number)
+    number = number_in_trace(join_paths(above, path), site)
+    prefix = join_paths(above, Label("call", number.at_path).component)
+    report = functools.partial(notice, policy, title)
     values = [jnp.asarray(v) if isinstance(v, np.ndarray) else v for v in values]
     engine = Engine(policy, prefix, title, report)
     seed = salted(seed, "call", number.total)
@@ -230,6 +233,7 @@ class _Rule:
         cotangents: list[jax.Array | SymbolicZero],
     ) -> tuple[PyTree, ...]:
         """Gradients for the draw and the values; None where there is none."""
+        warn_about_rules(self.engine.policy)
         static, packed, kept = residuals
         saved = cast(_Saved, static.value)
         results, measured = backward_pass(
@@ -263,9 +267,10 @@ class _Rule:
             own = draw._replace(seed=salted(draw.seed, "scan", next(scans)))
             return inner(body, own, values)
 
-        plan = plan_call(
-            flat, engine.policy, engine.prefix, compress_body, active, draw, values
-        )
+        with planning():
+            plan = plan_call(
+                flat, engine.policy, engine.prefix, compress_body, active, draw, values
+            )
         engine.report([plan, *nested])
         return plan
 

@@ -25,6 +25,12 @@ _KINDS = (
     | dict.fromkeys(CHECKPOINTS, "checkpoint")
     | dict.fromkeys([*CUSTOM_VJPS, "call_hi_primitive"], "custom_vjp")
 )
+# Kinds of equations that evaluate the user's own equations.
+CALLS = frozenset(
+    "jit checkpoint custom_vjp custom_jvp_call cond while scan shard_map".split()
+)
+# The scope for local derivatives, below that of the function that they are of.
+DERIVATIVE = "derivative"
 
 
 class Label(NamedTuple):

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
-from jaxact._engine.number import number_in_trace
+from jaxact._engine.number import scope_in_trace
 from jaxact._modules.original import original_of
 from jaxact._residual import join_paths
 
@@ -75,11 +75,7 @@ def place_of(modules: Sequence[object], *, is_traced: bool) -> Place:
         scope = _below(outer, path)
         return Place(scope, join_paths(call, path).removesuffix(scope).strip("/"))
     path = _path_in_holder(module) if is_traced else None
-    if path is not None:
-        return Place(path)
-    name = type(module).__name__
-    number = number_in_trace(f"module {name}").with_path
-    return Place(f"{name}_{number}" if number else name)
+    return Place(scope_in_trace(type(module).__name__) if path is None else path)
 
 
 @contextlib.contextmanager
@@ -98,7 +94,7 @@ def submodules_named(modules: Sequence[object], call: str) -> Iterator[None]:
             vars(node)[_PATH] = "/".join(map(str, (*top, *keys)))
             named.append((node, type(node)))
             # A compressed method opens its scope itself.
-            if original_of(getattr(type(node), "__call__", None)) is None:
+            if callable(node) and original_of(type(node).__call__) is None:
                 node.__class__ = _with_scope(type(node))
     _stack.opened.append(_Opened(call, ""))
     try:
@@ -113,8 +109,8 @@ def submodules_named(modules: Sequence[object], call: str) -> Iterator[None]:
 @functools.cache
 def _with_scope(cls: type) -> type:
     """A subclass whose `__call__` opens a scope with the module's path."""
-    call = getattr(cls, "__call__", None)  # noqa: B004
-    if call is None or hasattr(call, _OPENS_SCOPE):
+    call: Any = cls.__call__
+    if hasattr(call, _OPENS_SCOPE):
         return cls
 
     @functools.wraps(call)
@@ -136,7 +132,7 @@ def _with_scope(cls: type) -> type:
 
 
 def _below(outer: str, path: str) -> str:
-    """`path` from `outer` on; all of it where it is elsewhere, as for shared modules."""
+    """`path` from `outer` on; all of it if it is elsewhere, as for shared modules."""
     return path.removeprefix(f"{outer}/") if outer else path
 
 
