@@ -19,6 +19,7 @@ from jaxact._jaxpr.rewrite import with_outputs
 from jaxact._jaxpr.types import ClosedJaxpr, Eqn, Jaxpr, NameStack
 
 _MARK = "#"
+_EINSUM = re.compile(r"[\w.,]*->[\w.]*")
 # Primitives that differ in name between JAX versions.
 _KINDS = (
     dict.fromkeys(JITS, "jit")
@@ -66,8 +67,11 @@ def with_labels(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def visible(path: str) -> str:
-    """`path` without labels."""
-    return "/".join(p for p in path.split("/") if p and not p.startswith(_MARK))
+    """`path` without labels, and without the scopes that `jnp.einsum` opens."""
+    parts = path.split("/")
+    return "/".join(
+        p for p in parts if p and not p.startswith(_MARK) and not _EINSUM.fullmatch(p)
+    )
 
 
 def labels_in(path: str) -> list[Label]:

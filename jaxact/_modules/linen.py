@@ -16,7 +16,7 @@ from jaxact._engine.call import call_compressed, seed_from
 from jaxact._jaxpr.labels import current_path
 from jaxact._jaxpr.types import Array
 from jaxact._modules.adapter import NOISE_STREAM, require_call
-from jaxact._modules.original import remember
+from jaxact._modules.original import original_of, remember
 from jaxact._modules.pickling import make_picklable
 from jaxact._policy import Policy
 from jaxact._residual import join_paths
@@ -34,7 +34,8 @@ def compress(target: T, policy: Policy, static_argnums: Sequence[str | int]) -> 
             f"compress({type(target).__name__})(...)."
         )
     require_call(target)
-    lifted = _lift(target, target.__call__, policy, static_argnums)
+    plain = _without_inherited(target)
+    lifted = _lift(plain, plain.__call__, policy, static_argnums)
     # Linen names submodules after their class: keep Block_0.
     for attribute in ("__name__", "__qualname__", "__module__", "__doc__"):
         setattr(lifted, attribute, getattr(target, attribute))
@@ -56,6 +57,19 @@ def compress_method(
 def takes_part(module: object, position: int) -> bool:
     """A method's own module has variables at hand; any other is a plain value."""
     return position == 0 and getattr(module, "scope", None) is not None
+
+
+def _without_inherited(target: type) -> type:
+    """`target`; if it inherits its `__call__` from a compressed class, the original.
+
+    Or its residuals would be stored as two policies say.
+    """
+    owner = next(cls for cls in target.__mro__ if "__call__" in vars(cls))
+    original = original_of(owner)
+    if owner is target or original is None:
+        return target
+    body = {"__call__": original.target.__call__, "__module__": target.__module__}
+    return type(target)(target.__name__, (target,), body)
 
 
 def _lift(

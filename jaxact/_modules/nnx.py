@@ -7,7 +7,6 @@ list, a dict or another pytree.
 """
 
 import contextlib
-import copy
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
@@ -37,9 +36,10 @@ def compress(target: T, policy: Policy, static_argnums: Sequence[str | int]) -> 
     cls = type(target) if original is None else original.target
     if original is not None:
         static = static or original.static_argnums
-    shared = copy.copy(target)
-    shared.__class__ = _class_for(cls, policy, static)
-    return shared
+    # One set of attributes: `eval()` or a new submodule is there for both.
+    shared = object.__new__(_class_for(cls, policy, static))
+    object.__setattr__(shared, "__dict__", vars(target))
+    return cast(T, shared)
 
 
 def compress_method(
