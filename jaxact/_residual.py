@@ -216,7 +216,7 @@ class Provenance:
         return self._numbers[id(jaxpr)][id(eqn)]
 
     def _results(self, jaxpr: Jaxpr, path: str) -> list[int]:
-        """The ids of equations at `path` that differentiation added for a program's results.
+        """The ids of equations at `path` that differentiation added for a result.
 
         Residuals are among the results.
         """
