@@ -20,6 +20,7 @@ from jaxact._jaxpr.labels import (
     kind_of,
     labels_in,
     module_path,
+    scan_inputs,
     visible,
 )
 from jaxact._jaxpr.primitives import TRANSPARENT
@@ -49,7 +50,8 @@ class Residual:
         of other scans, as '@call#1' and '@scan#2'; '' in the first one.
       is_normalized: whether it is stored through a normalization over channels, such
         as BatchNorm's.
-      is_carry: whether it is the carry that enters each step of a scan, stacked.
+      is_carry: whether it is the carry that enters each step of a scan, stacked. Its
+        path ends with 'carry', as in the scan's body.
       is_recomputed_from: whether the backward pass computes something nonlinear from
         it, inside a `jax.checkpoint` or a custom rule. Its rounding biases the
         gradient; unless a rule or a policy's default decides, it takes 8 bits.
@@ -117,7 +119,8 @@ class _Origin:
     """Where a walk back from a value ends.
 
     Attributes:
-      kind: 'computed', 'argument', 'constant' or 'literal'.
+      kind: 'computed', 'argument', 'constant', 'literal', or 'carry': an argument of a
+        scan's body, stacked.
       position: an argument's, among the program's inputs.
       label, call: see `Residual`.
     """
@@ -130,7 +133,6 @@ class _Origin:
     source: str = ""
     label: str = ""
     call: str = ""
-    is_carry: bool = False
 
     def named(self, names: Sequence[Name]) -> "_Origin":
         """The same, under the first name, which is nearest to the value."""
@@ -166,14 +168,14 @@ class Provenance:
         return Residual(
             tuple(v.aval.shape),
             v.aval.dtype,
-            origin=origin.kind,
+            origin="argument" if origin.kind == "carry" else origin.kind,
             primitive=origin.primitive,
             name=origin.name,
             path=path,
             source=origin.source,
             label=origin.label,
             call=call,
-            is_carry=origin.is_carry,
+            is_carry=origin.kind == "carry",
         )
 
     def producers(self, jaxpr: Jaxpr) -> Producers:
@@ -264,6 +266,12 @@ class Provenance:
             if origin is not None and origin.kind == "computed":
                 return origin.named(names)
             source = os.path.basename(source_info_util.summarize(eqn.source_info))
+            if origin is not None and origin.kind == "argument":
+                # Named as in the scan's body, so that a rule means it there and here.
+                path = join_paths(visible(scope), scan_inputs(eqn)[origin.position])
+                return _Origin(
+                    "carry", path=path, source=source, call=_call(scope)
+                ).named(names)
             output = f"[{position}]" if len(eqn.outvars) > 1 else ""
             return _Origin(
                 "computed",
@@ -272,7 +280,6 @@ class Provenance:
                 source=source,
                 label=self._label(jaxpr, eqn) + output,
                 call=_call(prefix),
-                is_carry=origin is not None and origin.kind == "argument",
             ).named(names)
         if is_literal(v):
             return _Origin("literal").named(names)

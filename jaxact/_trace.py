@@ -5,7 +5,6 @@ tracers included, become explicit arguments, because `custom_vjp` refuses
 closures over tracers. Values that are not arrays stay the Python values they are.
 """
 
-import collections
 import dataclasses
 import enum
 import inspect
@@ -18,6 +17,7 @@ import numpy as np
 
 from jaxact._jaxpr.compat import open_jaxpr
 from jaxact._jaxpr.evaluate import evaluate
+from jaxact._jaxpr.labels import numbered
 from jaxact._jaxpr.types import Array, Jaxpr, Var
 
 # A call's arguments, by name or position.
@@ -85,16 +85,6 @@ def is_array(x: object) -> TypeGuard[jax.Array | np.ndarray | jax.ShapeDtypeStru
 def is_inexact(x: Array) -> bool:
     """Whether a value can have a gradient."""
     return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-
-
-def numbered(labels: Sequence[str]) -> tuple[str, ...]:
-    """Each label's later copies with a number: ('carry', 'carry[1]')."""
-    seen = collections.Counter[str]()
-    result = []
-    for label in labels:
-        result.append(f"{label}[{seen[label]}]" if seen[label] else label)
-        seen[label] += 1
-    return tuple(result)
 
 
 def as_tuple(names: Names) -> tuple[str | int, ...]:

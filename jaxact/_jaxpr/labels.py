@@ -9,11 +9,12 @@ is the fifth `mul` under its path. Path components that start with '#' are label
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from jax.extend import source_info_util
 
-from jaxact._jaxpr.compat import open_jaxpr, with_jaxpr
+from jaxact._jaxpr.compat import open_jaxpr, scan_counts, with_jaxpr
 from jaxact._jaxpr.primitives import CHECKPOINTS, CUSTOM_VJPS, JITS
 from jaxact._jaxpr.rewrite import with_outputs
 from jaxact._jaxpr.types import ClosedJaxpr, Eqn, Jaxpr, NameStack
@@ -94,6 +95,23 @@ def module_path(stack: NameStack | str) -> str:
     """A name stack as a path, labels included: 'jvp(Net)/block0' is 'Net/block0'."""
     parts = re.sub(r"\w+\(|\)", "", str(stack)).split("/")
     return "/".join(p for p in parts if p)
+
+
+def numbered(labels: Sequence[str]) -> tuple[str, ...]:
+    """Each label's later copies with a number: ('carry', 'carry[1]')."""
+    seen = Counter[str]()
+    result = []
+    for label in labels:
+        result.append(f"{label}[{seen[label]}]" if seen[label] else label)
+        seen[label] += 1
+    return tuple(result)
+
+
+def scan_inputs(eqn: Eqn) -> tuple[str, ...]:
+    """Names for the inputs of a scan's body."""
+    num_consts, num_carry = scan_counts(eqn)
+    names = ["constant"] * num_consts + ["carry"] * num_carry
+    return numbered(names + ["x"] * (len(eqn.invars) - len(names)))
 
 
 def current_path() -> str:
