@@ -133,7 +133,9 @@ def _lift(
             if rounding_key is None:
                 rounding_key = _stream_key(scopes)
             scope = jax.tree.leaves(scopes)[0]
-            module, above = scope.name or "", _path_above(scope.path[:-1])
+            # Linen's own scope for the outermost module is its class.
+            top = target.__name__ if isinstance(target, type) else ""
+            module, above = scope.name or top, _path_above(scope.path[:-1])
             seed = seed_from(rounding_key)
             return lifted(scopes, seed, module, above, *args, **kwargs)
 
