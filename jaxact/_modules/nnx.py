@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 
 import jax
 from flax import nnx
+from jax import core
 
 from jaxact._engine.call import call_compressed, seed_from
 from jaxact._jaxpr.labels import current_path
@@ -213,7 +214,7 @@ def _fill(
 
 
 def _is_traced(values: object) -> bool:
-    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(values))
+    return any(isinstance(x, core.Tracer) for x in jax.tree.leaves(values))
 
 
 def _same(a: object, b: object) -> bool:

@@ -85,14 +85,16 @@ def submodules_named(modules: Sequence[object], call: str) -> Iterator[None]:
     Args:
       call: the path of the compressed call.
     """
-    named: list[tuple[Any, type]] = []
-    for path, node in list(nnx.iter_graph(tuple(modules))):
-        is_root = len(path) < 2
-        if isinstance(node, nnx.Module) and (path[:1] > (0,) or not is_root):
-            number, *keys = path
-            top = (type(modules[number]).__name__,) if number else ()
+    named: dict[int, tuple[Any, type]] = {}
+    for number, module in enumerate(modules):
+        top = (type(module).__name__,) if number else ()
+        for keys, node in list(nnx.iter_graph(module)):
+            is_root = not (top or keys)
+            # A shared module belongs to its first holder.
+            if is_root or id(node) in named or not isinstance(node, nnx.Module):
+                continue
+            named[id(node)] = node, type(node)
             vars(node)[_PATH] = "/".join(map(str, (*top, *keys)))
-            named.append((node, type(node)))
             # A compressed method opens its scope itself.
             if callable(node) and original_of(type(node).__call__) is None:
                 node.__class__ = _with_scope(type(node))
@@ -101,7 +103,7 @@ def submodules_named(modules: Sequence[object], call: str) -> Iterator[None]:
         yield
     finally:
         _stack.opened.pop()
-        for node, cls in named:
+        for node, cls in named.values():
             node.__class__ = cls
             vars(node).pop(_PATH, None)
 
@@ -139,8 +141,9 @@ def _below(outer: str, path: str) -> str:
 def _path_in_holder(module: nnx.Module) -> str | None:
     """The path from the outermost module on the Python stack that holds this one.
 
-    It starts with the holder's class, as 'GPT/blocks/0'. Frames beyond JAX's own, which
-    belong to another trace, hold other copies of the modules.
+    It starts with the holder's class, as 'GPT/blocks/0'. Frames beyond JAX's own belong
+    to another trace, with other copies of the modules; they are not looked at, because
+    that would keep a training loop's old values alive.
     """
     found: dict[int, nnx.Module] = {}
     frame: FrameType | None = sys._getframe(1)
