@@ -263,7 +263,7 @@ class Provenance:
                 names += [Name(origin.name, origin.label)] if origin.name else []
                 v = eqn.invars[origin.position]
                 continue
-            if origin is not None and origin.kind == "computed":
+            if origin is not None and origin.kind in ("computed", "carry"):
                 return origin.named(names)
             source = os.path.basename(source_info_util.summarize(eqn.source_info))
             if origin is not None and origin.kind == "argument":

@@ -6,7 +6,7 @@ as activations. Mutable collections come out as the module left them.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import flax.linen as nn
 import jax
@@ -23,6 +23,13 @@ from jaxact._residual import join_paths
 from jaxact._trace import Argument, Kind, Names, arguments
 
 T = TypeVar("T")
+
+
+class _Place(NamedTuple):
+    """Where a compressed module is: its name, and the path above it."""
+
+    module: str
+    above: str
 
 
 def compress(target: T, policy: Policy, static_argnums: Sequence[str | int]) -> T:
@@ -86,8 +93,7 @@ def _lift(
             variables: object,
             rngs: object,
             seed: Array,
-            module: str,
-            above: str,
+            place: _Place,
             *args: object,
             **kwargs: object,
         ) -> Any:
@@ -98,14 +104,11 @@ def _lift(
                 y = fn(scope, *args, **kwargs)
                 return y, repack(scope)
 
-            # The module itself is number 0.
-            every = (*range(1, len(args) + 1), *kwargs)
-            wanted = every if activations is None else activations
-            described = arguments(method, (None, *args), kwargs, wanted, static_argnums)
+            described = _describe(method, args, kwargs, activations, static_argnums)
             describe = [
                 Argument("variables", Kind.PARAMETER),
                 Argument("rngs", Kind.PARAMETER),
-                *(_in_module(module, argument) for argument in described[1:]),
+                *(_in_module(place.module, argument) for argument in described),
             ]
             inputs = (variables, rngs, *args)
             return call_compressed(
@@ -116,8 +119,8 @@ def _lift(
                 policy,
                 seed,
                 name=target,
-                above=above,
-                path=module,
+                above=place.above,
+                path=place.module,
             )
 
         lift_all = ((True,), (True,), (True,))
@@ -132,16 +135,31 @@ def _lift(
         ) -> Any:
             if rounding_key is None:
                 rounding_key = _stream_key(scopes)
-            scope = jax.tree.leaves(scopes)[0]
-            # Linen's own scope for the outermost module is its class.
-            top = target.__name__ if isinstance(target, type) else ""
-            module, above = scope.name or top, _path_above(scope.path[:-1])
-            seed = seed_from(rounding_key)
-            return lifted(scopes, seed, module, above, *args, **kwargs)
+            place = _place_of(jax.tree.leaves(scopes)[0], target)
+            return lifted(scopes, seed_from(rounding_key), place, *args, **kwargs)
 
         return seeded
 
     return nn.transforms.lift_transform(transform, target)
+
+
+def _describe(
+    method: Callable[..., object],
+    args: Sequence[object],
+    kwargs: dict[str, Any],
+    activations: Names | None,
+    static_argnums: Sequence[str | int],
+) -> list[Argument]:
+    """The arguments of a method's call, without the module, which is number 0."""
+    every = (*range(1, len(args) + 1), *kwargs)
+    wanted = every if activations is None else activations
+    return arguments(method, (None, *args), kwargs, wanted, static_argnums)[1:]
+
+
+def _place_of(scope: Scope, target: type | Callable[..., object]) -> _Place:
+    # Linen's own scope for the outermost module is its class.
+    top = target.__name__ if isinstance(target, type) else ""
+    return _Place(scope.name or top, _path_above(scope.path[:-1]))
 
 
 def _path_above(path: Sequence[str]) -> str:
