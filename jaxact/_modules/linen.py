@@ -25,6 +25,9 @@ from jaxact._trace import Argument, Kind, Names, arguments
 T = TypeVar("T")
 
 
+_VARIABLES = [Argument(name, Kind.PARAMETER) for name in ("variables", "rngs")]
+
+
 class _Place(NamedTuple):
     """Where a compressed module is: its name, and the path above it."""
 
@@ -104,12 +107,8 @@ def _lift(
                 y = fn(scope, *args, **kwargs)
                 return y, repack(scope)
 
-            described = _describe(method, args, kwargs, activations, static_argnums)
-            describe = [
-                Argument("variables", Kind.PARAMETER),
-                Argument("rngs", Kind.PARAMETER),
-                *(_in_module(place.module, argument) for argument in described),
-            ]
+            own = _describe(method, args, kwargs, activations, static_argnums)
+            describe = [*_VARIABLES, *(_in_module(place.module, a) for a in own)]
             inputs = (variables, rngs, *args)
             return call_compressed(
                 pure,
