@@ -3,12 +3,14 @@
 import dataclasses
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, overload
 
 import jax
 
 from jaxact._engine.call import call_compressed, seed_from
+from jaxact._engine.number import scope_in_trace
 from jaxact._modules import find
 from jaxact._modules.original import original_of, refuse_key, remember
 from jaxact._policy import Policy
@@ -183,12 +185,31 @@ class _Options:
                 return method(*args, rounding_key=rounding_key, **kwargs)
             describe = arguments(f, args, kwargs, self.activations, static)
             seed = seed_from(rounding_key)
-            return call_compressed(
-                f, args, kwargs, describe, self.policy, seed, cache=cache
-            )
+            name = _class_name(f, args)
+            scope = jax.named_scope(scope_in_trace(name)) if name else nullcontext()
+            with scope:
+                return call_compressed(
+                    f, args, kwargs, describe, self.policy, seed, cache=cache
+                )
 
         remember(compressed, f, self.activations, self.static_argnums)
         return compressed
+
+
+def _class_name(f: Callable[..., Any], args: Sequence[object]) -> str:
+    """The class of the module that is called, such as Equinox's; '' for a function.
+
+    Either `f` is the module, or a method, whose first argument is the module.
+    """
+    if isinstance(f, types.MethodType):  # Linen's and Haiku's open scopes themselves
+        is_own = find.for_target(f.__self__) is None and f.__name__ == "__call__"
+        return type(f.__self__).__name__ if is_own else ""
+    if not hasattr(f, "__qualname__"):
+        is_library = type(f).__module__.partition(".")[0] in ("jax", "functools")
+        return "" if is_library else type(f).__name__
+    names = [cls.__name__ for cls in type(args[0]).__mro__] if args else []
+    is_method = any(f.__qualname__.endswith(f"{n}.{f.__name__}") for n in names)
+    return names[0] if is_method else ""
 
 
 def _wrong_policy(policy: object) -> str:

@@ -61,8 +61,9 @@ class Rule:
       key: `Residual.key`, which a table's rows have too; it names a single residual.
       name: glob on the `checkpoint_name`: the residual's own, or that given to a value
         derived from it.
-      path: glob on the module path, or on any tail of it: `mlp/*` matches
-        `Net/block0/mlp/up`.
+      path: glob on a module's path, or on the end of it, for all that the module
+        keeps: `attn` (or `attn/*`) is for `Net/block0/attn`, `Net/block0/attn/q` and
+        `Net/block0/attn/derivative`, `block?/mlp` for two components.
       primitive: name of the primitive that computed the residual.
       dtype: the residual's, as `jnp.bfloat16` or 'bfloat16'.
       min_bytes: least size, in bytes, of the uncompressed residual.
@@ -70,9 +71,9 @@ class Rule:
         nonlinear from the residual, see `Residual.is_recomputed_from`.
       where: predicate on a `Residual`.
 
-    A rule without `path`, `key` and `recomputed_from` that matches nothing is warned
-    about. Others may be meant for another module with the same policy; the
-    table that `jaxact.residuals` prints lists all rules that matched nothing.
+    A rule that matches nothing in the first program that is differentiated with its
+    policy is warned about, with the nearest names or paths that there are. The table
+    that `jaxact.residuals` prints lists all such rules.
 
     Raises:
       TypeError: `action` is not an action such as Quantize(4) or Exact(); `key`,
@@ -128,7 +129,7 @@ class Rule:
         return (
             (self.key is None or r.key == self.key)
             and (self.name is None or _matches_any(r, self.name))
-            and (self.path is None or _matches_tail(r.path, self.path))
+            and (self.path is None or _is_within(r.path, self.path))
             and (self.primitive is None or r.primitive == self.primitive)
             and (self.dtype is None or r.dtype == self.dtype)
             and (self.min_bytes is None or r.exact_bytes >= self.min_bytes)
@@ -204,7 +205,8 @@ class Policy:
     def _action_for(self, residual: Residual) -> Action:
         if self.default is not None:
             return self.default
-        if residual.is_recomputed_from:
+        # A recompute policy asks for values to compute others from, at these bits.
+        if residual.is_recomputed_from and self.recompute is None:
             return Quantize(max(self.bits, RECOMPUTED_FROM_BITS))
         is_skewed = residual.primitive == "exp"
         if is_skewed and self.bits < EXPONENTIAL_BITS:
@@ -261,10 +263,13 @@ def _matches_any(residual: Residual, pattern: str) -> bool:
     return any(n and fnmatch.fnmatch(n, pattern) for n in names)
 
 
-def _matches_tail(path: str, pattern: str) -> bool:
+def _is_within(path: str, pattern: str) -> bool:
+    """Whether a part of `path`, of whole components, matches."""
+    module = pattern.removesuffix("/*") or pattern
     parts = path.split("/")
-    tails = ("/".join(parts[i:]) for i in range(len(parts)))
-    return any(fnmatch.fnmatch(tail, pattern) for tail in tails)
+    ends = range(1, len(parts) + 1)
+    runs = ("/".join(parts[i:j]) for j in ends for i in range(j))
+    return any(fnmatch.fnmatchcase(run, module) for run in runs)
 
 
 def _require_action(argument: str, action: object) -> None:

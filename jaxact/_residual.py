@@ -7,15 +7,25 @@ equation that made it, through calls, checkpoints and scans.
 import dataclasses
 import math
 import os
-import re
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from jax.extend import source_info_util
 
 from jaxact._jaxpr.compat import open_jaxpr
+from jaxact._jaxpr.labels import (
+    CALLS,
+    DERIVATIVE,
+    Label,
+    kind_of,
+    labels_in,
+    module_path,
+    scan_inputs,
+    visible,
+)
 from jaxact._jaxpr.primitives import TRANSPARENT
 from jaxact._jaxpr.read import call_body, is_literal
-from jaxact._jaxpr.types import Atom, Dtype, Eqn, Jaxpr, NameStack, Producers, Var
+from jaxact._jaxpr.types import Atom, Dtype, Eqn, Jaxpr, Producers, Var
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,10 +42,16 @@ class Residual:
       source: 'file.py:line (function)' where it was computed.
       stacked: how many copies enclosing scans keep.
       aliases: names of values that the backward pass derives from it.
-      number: how many equations with its primitive and path come before its own.
+      label: tells it from others with its path: its name or its primitive, and from
+        the second one on its number, as 'mul#4'; 'tanh.derivative' is a value that
+        JAX computes to differentiate `tanh`. Under a path that ends with 'derivative',
+        the function that a derivative is of.
+      call: tells it from the same residual of other lines' calls with its path, and
+        of other scans, as '@call#1' and '@scan#2'; '' in the first one.
       is_normalized: whether it is stored through a normalization over channels, such
         as BatchNorm's.
-      is_carry: whether it is the carry that enters each step of a scan, stacked.
+      is_carry: whether it is the carry that enters each step of a scan, stacked. Its
+        path ends with 'carry', as in the scan's body.
       is_recomputed_from: whether the backward pass computes something nonlinear from
         it, inside a `jax.checkpoint` or a custom rule. Its rounding biases the
         gradient; unless a rule or a policy's default decides, it takes 8 bits.
@@ -50,7 +66,8 @@ class Residual:
     source: str = ""
     stacked: int = 1
     aliases: tuple[str, ...] = ()
-    number: int = 0
+    label: str = ""
+    call: str = ""
     is_normalized: bool = False
     is_recomputed_from: bool = False
     is_carry: bool = False
@@ -59,12 +76,15 @@ class Residual:
     def key(self) -> str:
         """Identity, whatever the policy; 'Net/block0/mlp_up' or 'Net/dot_general#1'.
 
-        The path and the `checkpoint_name`; without a name, the primitive and, from the
-        second one under that path on, its number. Calls with the same path, such as a
-        scan's steps, share their keys.
+        Path, label and call. It is the same in every trace of a program, whatever is
+        differentiated and at any batch size. Numbers count the user's own operations,
+        and the lines that make calls with one path; what JAX traces apart (a jitted
+        function, a checkpoint, a scan's body) counts from 0. Calls of one line with
+        one path share keys, as a scan's steps do: a model that is called for each
+        part of a batch. Calls without any path do not.
         """
-        number = f"#{self.number}" if self.number and not self.name else ""
-        return join_paths(self.path, self.name or self.primitive) + number
+        label = self.label or self.name or self.primitive
+        return join_paths(self.path, label) + self.call
 
     @property
     def size(self) -> int:
@@ -83,14 +103,15 @@ class Residual:
         return f"{label} {self.dtype}[{shape}]" + (f" ({origin})" if origin else "")
 
 
-def module_path(stack: NameStack | str) -> str:
-    """A name stack as a path: 'jvp(Net)/block0' becomes 'Net/block0'."""
-    parts = re.sub(r"\w+\(|\)", "", str(stack)).split("/")
-    return "/".join(p for p in parts if p)
-
-
 def join_paths(*paths: str) -> str:
     return "/".join(p for p in paths if p)
+
+
+class Name(NamedTuple):
+    """A `checkpoint_name`, and the label that it gives; see `Residual.label`."""
+
+    name: str
+    label: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,8 +119,10 @@ class _Origin:
     """Where a walk back from a value ends.
 
     Attributes:
-      kind: 'computed', 'argument', 'constant' or 'literal'.
+      kind: 'computed', 'argument', 'constant', 'literal', or 'carry': an argument of a
+        scan's body, stacked.
       position: an argument's, among the program's inputs.
+      label, call: see `Residual`.
     """
 
     kind: str
@@ -108,12 +131,14 @@ class _Origin:
     name: str = ""
     path: str = ""
     source: str = ""
-    number: int = 0
-    is_carry: bool = False
+    label: str = ""
+    call: str = ""
 
-    def named(self, names: Sequence[str]) -> "_Origin":
+    def named(self, names: Sequence[Name]) -> "_Origin":
         """The same, under the first name, which is nearest to the value."""
-        return dataclasses.replace(self, name=names[0]) if names else self
+        if not names:
+            return self
+        return dataclasses.replace(self, name=names[0].name, label=names[0].label)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,33 +148,34 @@ class Provenance:
     Attributes:
       jaxpr: the program.
       argument_paths: paths for its inputs.
-      prefix: starts the path for each value that it computes.
+      prefix: starts the path for each value that it computes; with labels.
     """
 
     jaxpr: Jaxpr
     argument_paths: Sequence[str]
     prefix: str = ""
     _indexed: dict[int, Producers] = dataclasses.field(default_factory=dict)
-    _numbers: dict[tuple[int, str], dict[int, int]] = dataclasses.field(
-        default_factory=dict
-    )
+    _numbers: dict[int, dict[int, int]] = dataclasses.field(default_factory=dict)
+    _added: dict[int, dict[str, list[int]]] = dataclasses.field(default_factory=dict)
 
     def of(self, v: Var) -> Residual:
         """`v` as a residual: its shape and dtype, and the equation that made it."""
         origin = self._origin(self.jaxpr, v, self.prefix)
-        path = origin.path
+        path, call = origin.path, origin.call
         if origin.kind == "argument":
-            path = join_paths(self.prefix, self.argument_paths[origin.position])
+            argument = self.argument_paths[origin.position]
+            path, call = join_paths(visible(self.prefix), argument), _call(self.prefix)
         return Residual(
             tuple(v.aval.shape),
             v.aval.dtype,
-            origin=origin.kind,
+            origin="argument" if origin.kind == "carry" else origin.kind,
             primitive=origin.primitive,
             name=origin.name,
             path=path,
             source=origin.source,
-            number=origin.number,
-            is_carry=origin.is_carry,
+            label=origin.label,
+            call=call,
+            is_carry=origin.kind == "carry",
         )
 
     def producers(self, jaxpr: Jaxpr) -> Producers:
@@ -158,46 +184,102 @@ class Provenance:
             self._indexed[id(jaxpr)] = {v: e for e in jaxpr.eqns for v in e.outvars}
         return self._indexed[id(jaxpr)]
 
-    def _number(self, jaxpr: Jaxpr, eqn: Eqn, prefix: str) -> int:
-        """How many equations with its primitive and path come before `eqn`."""
-        key = (id(jaxpr), prefix)
-        if key not in self._numbers:
+    def name_of(self, eqn: Eqn) -> Name:
+        """The name that a `checkpoint_name` equation in the program gives."""
+        return Name(eqn.params["name"], self._label(self.jaxpr, eqn))
+
+    def _label(self, jaxpr: Jaxpr, eqn: Eqn) -> str:
+        """An equation's label; without one, its number among those alike."""
+        path = module_path(eqn.source_info.name_stack)
+        own, labels = Label(kind_of(eqn), self._number(jaxpr, eqn)), labels_in(path)
+        if not labels:
+            return str(own)
+        user = labels[-1]
+        if user.is_of(own.kind) and own.number == 0:
+            return str(Label(own.kind, user.number))
+        # JAX's versions differ in the equations that they differentiate one into.
+        results = self._results(jaxpr, path)
+        is_named = eqn.primitive.name == "name"
+        if is_named or user.kind in CALLS or id(eqn) not in results:
+            return f"{user}.{own}"
+        position = results.index(id(eqn))
+        number = f".{position}" if position else ""
+        is_in_cell = path.endswith(f"/{DERIVATIVE}")
+        return f"{user}{number}" if is_in_cell else f"{user}.{DERIVATIVE}{number}"
+
+    def _number(self, jaxpr: Jaxpr, eqn: Eqn) -> int:
+        """How many equations with its kind, path and label come before `eqn`."""
+        if id(jaxpr) not in self._numbers:
             seen: dict[tuple[str, str], int] = {}
-            numbers = self._numbers[key] = {}
+            numbers = self._numbers[id(jaxpr)] = {}
             for e in jaxpr.eqns:
-                kind = (e.primitive.name, module_path(e.source_info.name_stack))
+                kind = (kind_of(e), module_path(e.source_info.name_stack))
                 numbers[id(e)] = seen[kind] = seen.get(kind, -1) + 1
-        return self._numbers[key][id(eqn)]
+        return self._numbers[id(jaxpr)][id(eqn)]
+
+    def _results(self, jaxpr: Jaxpr, path: str) -> list[int]:
+        """The ids of equations at `path` that differentiation added for a result.
+
+        Residuals are among the results.
+        """
+        if id(jaxpr) not in self._added:
+            added = self._added[id(jaxpr)] = {}
+            makers = {id(self._maker(jaxpr, v)) for v in jaxpr.outvars}
+            for e in jaxpr.eqns:
+                if id(e) in makers:
+                    stack = module_path(e.source_info.name_stack)
+                    labels = labels_in(stack)
+                    is_own = labels and labels[-1].is_of(kind_of(e))
+                    if not is_own or self._number(jaxpr, e):
+                        added.setdefault(stack, []).append(id(e))
+        return self._added[id(jaxpr)].get(path, [])
+
+    def _maker(self, jaxpr: Jaxpr, v: Atom) -> Eqn | None:
+        """The equation that computes a value, past those that only label it."""
+        producers, eqn = self.producers(jaxpr), None
+        while not is_literal(v) and v in producers:
+            eqn = producers[v]
+            if eqn.primitive.name not in TRANSPARENT:
+                return eqn
+            v = eqn.invars[eqn.outvars.index(v)]
+        return None
 
     def _origin(self, jaxpr: Jaxpr, v: Atom, prefix: str) -> _Origin:
         """Walk back from `v` to the equation, argument or constant that it is."""
         producers = self.producers(jaxpr)
-        names: list[str] = []
+        names: list[Name] = []
         while not is_literal(v) and v in producers:
             eqn = producers[v]
             position = eqn.outvars.index(v)
             name = eqn.primitive.name
             if name in TRANSPARENT:
-                names += [eqn.params["name"]] if name == "name" else []
+                if name == "name":
+                    names.append(Name(eqn.params["name"], self._label(jaxpr, eqn)))
                 v = eqn.invars[position]
                 continue
             scope = join_paths(prefix, module_path(eqn.source_info.name_stack))
             origin = self._origin_inside(eqn, position, scope)
             if origin is not None and origin.kind == "argument" and name != "scan":
-                names += [origin.name] if origin.name else []
+                names += [Name(origin.name, origin.label)] if origin.name else []
                 v = eqn.invars[origin.position]
                 continue
-            if origin is not None and origin.kind == "computed":
+            if origin is not None and origin.kind in ("computed", "carry"):
                 return origin.named(names)
             source = os.path.basename(source_info_util.summarize(eqn.source_info))
-            number = self._number(jaxpr, eqn, prefix)
+            if origin is not None and origin.kind == "argument":
+                # Named as in the scan's body, so that a rule means it there and here.
+                path = join_paths(visible(scope), scan_inputs(eqn)[origin.position])
+                return _Origin(
+                    "carry", path=path, source=source, call=_call(scope)
+                ).named(names)
+            output = f"[{position}]" if len(eqn.outvars) > 1 else ""
             return _Origin(
                 "computed",
                 primitive=name,
-                path=scope,
+                path=visible(scope),
                 source=source,
-                number=number,
-                is_carry=origin is not None and origin.kind == "argument",
+                label=self._label(jaxpr, eqn) + output,
+                call=_call(prefix),
             ).named(names)
         if is_literal(v):
             return _Origin("literal").named(names)
@@ -214,3 +296,9 @@ class Provenance:
             return None
         jaxpr, _ = open_jaxpr(body)
         return self._origin(jaxpr, jaxpr.outvars[position], scope)
+
+
+def _call(prefix: str) -> str:
+    """The calls and scans in a path that are not the first with theirs."""
+    labels = [x for x in labels_in(prefix) if x.kind in ("call", "scan") and x.number]
+    return "".join(f"@{label}" for label in labels)

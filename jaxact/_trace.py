@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxact._jaxpr.compat import open_jaxpr
 from jaxact._jaxpr.evaluate import evaluate
+from jaxact._jaxpr.labels import numbered
 from jaxact._jaxpr.structure import open_structure
 from jaxact._jaxpr.types import Array, Jaxpr, Var
 from jaxact._read_values import are_same, read_values
@@ -228,7 +229,7 @@ def trace(
     flat = Flat(
         jaxpr,
         (Kind.PARAMETER,) * len(consts) + tuple(kinds[i] for i in dynamic),
-        ("closed over",) * len(consts) + tuple(labels[i] for i in dynamic),
+        numbered(["closed over"] * len(consts) + [labels[i] for i in dynamic]),
         (-1,) * len(consts) + tuple(owners[i] for i in dynamic),
     )
 

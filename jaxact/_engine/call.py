@@ -23,19 +23,20 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
-from jax.extend import source_info_util
 
 from jaxact._checkpoint_policies import PACKED_NAME
 from jaxact._decision import Decision
 from jaxact._engine.backward import backward_pass
-from jaxact._engine.number import number_in_trace, salted
+from jaxact._engine.lines import user_line
+from jaxact._engine.number import Site, number_in_trace, salted
 from jaxact._engine.outputs import independent_outputs, select_outputs, when_all
 from jaxact._engine.planning import CallKey, plan_call
 from jaxact._engine.scan import CompressBody, contains_scan
 from jaxact._engine.storage import Draw, Packed, Storage
-from jaxact._engine.warnings import warn_if_unused
+from jaxact._engine.warnings import notice, planning, warn_about_rules
 from jaxact._jaxpr.compat import VJP_OPTIONS, reduced_like
 from jaxact._jaxpr.evaluate import evaluate
+from jaxact._jaxpr.labels import Label, current_path, with_labels
 from jaxact._jaxpr.opaque import hide
 from jaxact._jaxpr.primitives import FUSED
 from jaxact._jaxpr.read import is_float
@@ -43,7 +44,7 @@ from jaxact._jaxpr.types import Array, Env, PyTree, Var
 from jaxact._plan.mark import CompressedCall, mark, mark_call
 from jaxact._plan.storage import StoragePlan
 from jaxact._policy import Policy
-from jaxact._residual import join_paths, module_path
+from jaxact._residual import join_paths
 from jaxact._trace import Argument, Flat, Static, TraceCache, is_inexact, trace
 
 
@@ -57,6 +58,8 @@ def call_compressed(
     *,
     name: object = None,
     cache: TraceCache | None = None,
+    above: str | None = None,
+    path: str = "",
 ) -> PyTree:
     """Evaluate `f(*args, **kwargs)` with compressed residuals.
 
@@ -65,14 +68,22 @@ def call_compressed(
       seed: uint32 scalar, for the rounding noise.
       name: the class or function that the user compressed, for messages.
       cache: of `f`'s earlier traces.
+      above: the path that the call's own operations continue; None: JAX's current
+        scopes, which start again where JAX traces a function apart.
+      path: of the call, below that; its operations have it already.
     """
     title = getattr(name or f, "__qualname__", str(name or f))
     flat, values, rebuild = trace(f, args, kwargs, describe, cache)
-    prefix = module_path(source_info_util.current_name_stack())
-    report = functools.partial(warn_if_unused, policy, title)
+    flat = replace(flat, jaxpr=with_labels(flat.jaxpr))
+    above = current_path() if above is None else above
+    line = user_line()
+    site = Site(title, line.filename, line.number)
+    number = number_in_trace(join_paths(above, path), site)
+    prefix = join_paths(above, Label("call", number.at_path).component)
+    report = functools.partial(notice, policy, title)
     values = [jnp.asarray(v) if isinstance(v, np.ndarray) else v for v in values]
     engine = Engine(policy, prefix, title, report)
-    seed = salted(seed, "call", number_in_trace())
+    seed = salted(seed, "call", number.total)
     return rebuild(engine(flat, Draw(seed, {}), values))
 
 
@@ -123,7 +134,7 @@ class Engine:
 
     Attributes:
       policy: decides about each residual.
-      prefix: the call's module path, for tables.
+      prefix: the call's module path, with its label.
       name: the compressed function, for messages.
       report: hears a call's plans when it is first differentiated.
       storage: encodes and decodes the residuals.
@@ -239,6 +250,7 @@ class _Rule:
         cotangents: list[jax.Array | SymbolicZero],
     ) -> tuple[PyTree, ...]:
         """Gradients for the draw and the values; None where there is none."""
+        warn_about_rules(self.engine.policy)
         static, packed, kept = residuals
         saved = cast(_Saved, static.value)
         results, measured = backward_pass(
@@ -270,7 +282,8 @@ class _Rule:
             active,
             tuple(draw.probe),
         )
-        plans = plan_call(key, engine.prefix, engine.scan_bodies, draw, values)
+        with planning():
+            plans = plan_call(key, engine.prefix, engine.scan_bodies, draw, values)
         engine.report(plans)
         return plans[0]
 

@@ -16,7 +16,7 @@ function called twice, a scan's body. Keys are for these.
 import collections
 import hashlib
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.extend import core as jex
@@ -28,32 +28,85 @@ from jaxact._jaxpr.types import Array
 _TRACES = 1024
 
 
-class _Counts(threading.local):
-    """(state of a trace, its calls so far), the last one used at the end.
+class Site(NamedTuple):
+    """A line that calls a compressed function.
+
+    Attributes:
+      name: the function's.
+    """
+
+    name: str
+    filename: str
+    number: int
+
+
+class _Trace:
+    """The calls so far in a trace, and those with each name or path.
+
+    Attributes:
+      counts: by name.
+      sites: by path, numbered.
+    """
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.counts = collections.Counter[str]()
+        self.sites = collections.defaultdict[str, dict[Site | int, int]](dict)
+
+
+class _Traces(threading.local):
+    """(state of a trace, its calls), the last one used at the end.
 
     States compare equal for the same trace, have no hash and keep no trace alive.
     """
 
     def __init__(self) -> None:
-        self.entries: collections.deque[tuple[object, int]] = collections.deque(
+        self.entries: collections.deque[tuple[object, _Trace]] = collections.deque(
             maxlen=_TRACES
         )
 
 
-_counts = _Counts()
+_traces = _Traces()
 
 
-def number_in_trace() -> int:
-    """How many compressed calls the current trace made before this one."""
-    state, entries = jex.get_opaque_trace_state(), _counts.entries
-    number = 0
+def _current_trace() -> _Trace:
+    state, entries = jex.get_opaque_trace_state(), _traces.entries
+    trace = _Trace()
     for i in reversed(range(len(entries))):
         if entries[i][0] == state:
-            number = entries[i][1]
+            trace = entries[i][1]
             del entries[i]
             break
-    entries.append((state, number + 1))
-    return number
+    entries.append((state, trace))
+    return trace
+
+
+class CallNumber(NamedTuple):
+    """The number of a compressed call in its trace.
+
+    Attributes:
+      total: how many calls come before it.
+      at_path: how many sites of its path come before its own. Without a path every
+        call has a site of its own: nothing else tells apart a loop over layers.
+    """
+
+    total: int
+    at_path: int
+
+
+def number_in_trace(path: str, site: Site) -> CallNumber:
+    """The number of a call in the current trace, which counts it."""
+    trace = _current_trace()
+    total, trace.calls = trace.calls, trace.calls + 1
+    sites = trace.sites[path]
+    return CallNumber(total, sites.setdefault(site if path else total, len(sites)))
+
+
+def scope_in_trace(name: str) -> str:
+    """A scope for a call in the current trace: 'Block', then 'Block_1', 'Block_2'."""
+    counts = _current_trace().counts
+    number, counts[name] = counts[name], counts[name] + 1
+    return f"{name}_{number}" if number else name
 
 
 def salted(seed: Array, kind: str, number: int) -> Array:

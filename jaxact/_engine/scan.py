@@ -16,10 +16,11 @@ from jaxact._engine.storage import Draw
 from jaxact._jaxpr.compat import open_jaxpr, scan_counts
 from jaxact._jaxpr.evaluate import bind, value_of
 from jaxact._jaxpr.flow import fact_of, flow, scan_facts
+from jaxact._jaxpr.labels import module_path, numbered, scan_inputs, with_labels
 from jaxact._jaxpr.primitives import JITS
 from jaxact._jaxpr.types import Array, Eqn, Jaxpr
 from jaxact._plan.facts import input_facts, kind_of, learn
-from jaxact._residual import join_paths, module_path
+from jaxact._residual import join_paths
 from jaxact._trace import Flat, Kind
 
 # (flat function, draw, values, the scan's scope) -> outputs
@@ -101,16 +102,12 @@ def _scan(
     values: Sequence[Array],
     compress: CompressBody,
 ) -> list[jax.Array]:
-    num_consts, num_carry = scan_counts(eqn)
     body, body_consts = open_jaxpr(eqn.params["jaxpr"])
     kinds = [kind_of(f) for f in scan_facts(eqn, facts, learn)[0]]
     flat = Flat(
-        body,
+        with_labels(body),
         (Kind.PARAMETER,) * len(body_consts) + tuple(kinds),
-        ("closed over",) * len(body_consts)
-        + ("constant",) * num_consts
-        + ("carry",) * num_carry
-        + ("x",) * (len(values) - num_consts - num_carry),
+        (*numbered(["closed over"] * len(body_consts)), *scan_inputs(eqn)),
         tuple(range(len(body_consts) + len(values))),
     )
     scope = module_path(eqn.source_info.name_stack)

@@ -1,46 +1,145 @@
 """Warn where a policy did less than it says."""
 
-import sys
+import contextlib
+import dataclasses
+import difflib
+import threading
 import warnings
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 
 import jax.numpy as jnp
 
 from jaxact._codec import Exact
 from jaxact._decision import Decision, Reason
+from jaxact._engine.lines import Line, user_line
 from jaxact._plan.storage import StoragePlan
-from jaxact._policy import Policy
+from jaxact._policy import Policy, Rule
+from jaxact._residual import Residual
 
-# Packages whose lines say nothing to the user about a policy. `contextlib` runs the
-# wrappers around Flax's methods.
-_LIBRARIES = frozenset(
-    "jaxact jax jaxlib flax equinox haiku optax contextlib functools".split()
-)
+# How many names a warning offers.
+_OFFERED = 3
 
 
 class CompressionWarning(UserWarning):
     """A policy did less than it says: a rule, or all of it, changed nothing."""
 
 
-def warn_if_unused(policy: Policy, name: str, plans: Sequence[StoragePlan]) -> None:
-    """Warn about rules that matched nothing, and about compressing nothing."""
+@dataclasses.dataclass
+class _Watch:
+    """A policy's rules in the first program that is differentiated with it.
+
+    Attributes:
+      line: the first call.
+      calls: names of the compressed functions.
+      used: indices of rules that matched.
+      residuals: that there are to match.
+      is_over: the program's backward pass has begun.
+    """
+
+    line: Line
+    calls: set[str] = dataclasses.field(default_factory=set)
+    used: set[int | None] = dataclasses.field(default_factory=set)
+    residuals: list[Residual] = dataclasses.field(default_factory=list)
+    is_over: bool = False
+
+
+# By the policy's id, and as long as the policy exists.
+_watches: dict[int, _Watch] = {}
+
+
+class _Planning(threading.local):
+    """How many calls the thread is planning; it differentiates calls inside them."""
+
+    depth = 0
+
+
+_planning = _Planning()
+
+
+@contextlib.contextmanager
+def planning() -> Iterator[None]:
+    """A context in which the backward pass of a call inside ends no program."""
+    _planning.depth += 1
+    try:
+        yield
+    finally:
+        _planning.depth -= 1
+
+
+def notice(policy: Policy, name: str, plans: Sequence[StoragePlan]) -> None:
+    """Note which rules a call's residuals matched; warn if nothing was compressed.
+
+    Args:
+      name: the compressed function's.
+    """
     decisions = [d for plan in plans for d in plan.all_decisions]
-    used = {d.rule for d in decisions}
-    for index, rule in enumerate(policy.rules):
-        # A path or a key may belong to another module with the same policy.
-        aims = (rule.path, rule.key, rule.recomputed_from)
-        if index not in used and aims == (None, None, None):
-            _warn(
-                f"jaxact: {rule} matched no residual of {name}. See "
-                "jaxact.residuals for the residuals that there are."
-            )
+    line = user_line()
+    if policy.rules:
+        watch = _watches.get(id(policy))
+        if watch is None:
+            watch = _watches[id(policy)] = _Watch(line)
+            weakref.finalize(policy, _watches.pop, id(policy), None)
+        if not watch.is_over:
+            watch.calls.add(name)
+            watch.used.update(d.rule for d in decisions)
+            watch.residuals.extend(d.residual for d in decisions)
     wanted = policy.rules or not isinstance(policy.default, Exact)
     reasons = sorted({d.why for d in decisions if _is_unexpected(d)})
     if wanted and reasons and not any(map(_is_smaller, decisions)):
         _warn(
+            line,
             f"jaxact: nothing was compressed in {name}; its residuals: "
-            f"{'; '.join(reasons)}. See jaxact.residuals for each."
+            f"{'; '.join(reasons)}. See jaxact.residuals for each.",
         )
+
+
+def warn_about_rules(policy: Policy) -> None:
+    """Warn, once for a policy, about rules that matched nothing.
+
+    Called when a backward pass begins: the forward pass then met every call.
+    """
+    watch = _watches.get(id(policy))
+    if watch is None or watch.is_over or _planning.depth:
+        return
+    watch.is_over = True
+    calls = ", ".join(sorted(watch.calls))
+    for index, rule in enumerate(policy.rules):
+        if index not in watch.used:
+            _warn(
+                watch.line,
+                f"jaxact: {rule} matched no residual of {calls}."
+                f"{_suggestion(rule, watch.residuals)} See jaxact.residuals for the "
+                "residuals that there are.",
+            )
+    watch.residuals.clear()
+
+
+def _suggestion(rule: Rule, residuals: Iterable[Residual]) -> str:
+    """The nearest that a rule without a match could have meant; '' without any."""
+    known: dict[str, set[str]] = {
+        "key": {r.key for r in residuals},
+        "name": {name for r in residuals for name in (r.name, *r.aliases)},
+        "path": {part for r in residuals for part in _modules(r.path)},
+        "primitive": {r.primitive for r in residuals},
+    }
+    for condition, names in known.items():
+        given = getattr(rule, condition)
+        if given is None or given in names:
+            continue
+        wanted = given.strip("*/")
+        near = difflib.get_close_matches(wanted, names - {""}, _OFFERED, 0.5)
+        if near:
+            offers = " or ".join(f"{condition}={name!r}" for name in near)
+            return f" Did you mean {offers}?"
+    return ""
+
+
+def _modules(path: str) -> list[str]:
+    """A path and its ends, and those of the modules around it, short ones first."""
+    parts = path.split("/")
+    ends = range(1, len(parts) + 1)
+    return ["/".join(parts[i:j]) for j in ends for i in range(j)]
 
 
 def _is_smaller(decision: Decision) -> bool:
@@ -55,22 +154,12 @@ def _is_unexpected(decision: Decision) -> bool:
     return decision.rule is None and is_float and decision.reason not in expected
 
 
-def _warn(message: str) -> None:
-    """Warn at the user's line: the innermost one outside the libraries."""
-    # `skip_file_prefixes` of `warnings.warn` exists from Python 3.12 on.
-    innermost = frame = sys._getframe(1)
-    while frame is not None and _package(frame.f_globals) in _LIBRARIES:
-        frame = frame.f_back
-    frame = frame or innermost
+def _warn(line: Line, message: str) -> None:
     warnings.warn_explicit(
         message,
         CompressionWarning,
-        frame.f_code.co_filename,
-        frame.f_lineno,
-        module=frame.f_globals.get("__name__"),
-        registry=frame.f_globals.setdefault("__warningregistry__", {}),
+        line.filename,
+        line.number,
+        module=line.names.get("__name__"),
+        registry=line.names.setdefault("__warningregistry__", {}),
     )
-
-
-def _package(names: dict[str, object]) -> str:
-    return str(names.get("__name__", "")).partition(".")[0]

@@ -12,7 +12,6 @@ affine in a single one is a base itself.
 import dataclasses
 from collections.abc import Collection, Hashable
 
-from jaxact._form.derivative import DERIVATIVE_OF
 from jaxact._form.statistics import find_statistics
 from jaxact._jaxpr.primitives import CHEAP, COMPARISONS, SELECTIONS, SUMS
 from jaxact._jaxpr.read import (
@@ -46,7 +45,7 @@ class Classes:
         each element: better stored themselves, unless that one is stored anyway.
       sides: for each max or min that is affine by an exact bit: the mask and whether
         it is true where the first operand wins.
-      names: for each base, the `checkpoint_name`s of values that are affine in it.
+      names: for each base, the `checkpoint_name` equations of values affine in it.
     """
 
     statistics: Collection[Var] = ()
@@ -56,7 +55,7 @@ class Classes:
     cheap: set[Var] = dataclasses.field(default_factory=set)
     parts: dict[Var, Var] = dataclasses.field(default_factory=dict)
     sides: dict[Var, tuple[Var, bool]] = dataclasses.field(default_factory=dict)
-    names: dict[Var, list[str]] = dataclasses.field(default_factory=dict)
+    names: dict[Var, list[Eqn]] = dataclasses.field(default_factory=dict)
 
     def is_exact(self, v: Atom) -> bool:
         return is_literal(v) or v not in self.base
@@ -104,7 +103,7 @@ def classify(
         source = eqn.invars[0] if eqn.primitive.name == "name" else None
         if source is not None and not is_literal(source):
             names = classes.names.setdefault(classes.base.get(source, source), [])
-            names.append(eqn.params["name"].removeprefix(DERIVATIVE_OF))
+            names.append(eqn)
     return classes
 
 

@@ -9,6 +9,7 @@ from jaxact._form.affine_classes import classify
 from jaxact._form.cells import cell_body
 from jaxact._form.channel_norms import ChannelNorms, channel_norms
 from jaxact._form.chooser import Chooser
+from jaxact._form.derivative import DERIVATIVE_OF
 from jaxact._form.poles import bases_near_poles
 from jaxact._form.pooling import pool_body
 from jaxact._form.short_norms import bases_in_short_norms
@@ -29,7 +30,7 @@ from jaxact._plan.reading import (
 from jaxact._plan.storage import Normalized, Replay, StoragePlan
 from jaxact._plan.uses import Uses, find_uses
 from jaxact._policy import Policy
-from jaxact._residual import Residual
+from jaxact._residual import Name, Residual
 from jaxact._trace import Flat
 
 Decisions = dict[Var, Decision]
@@ -228,10 +229,16 @@ def _is_rounded_by_default(reading: Reading, chooser: Chooser, v: Var) -> bool:
 def _residual(reading: Reading, chooser: Chooser, v: Var) -> Residual:
     """`v`, with the names of values that are derived from it."""
     residual = reading.provenance.of(v)
-    derived = chooser.classes.names.get(v, [])
-    names = [name for name in (residual.name, *derived) if name]
-    name, aliases = (names[0], tuple(names[1:])) if names else ("", ())
-    return dataclasses.replace(residual, name=name, aliases=aliases)
+    names = [Name(residual.name, residual.label)] if residual.name else []
+    for eqn in chooser.classes.names.get(v, []):
+        name, label = reading.provenance.name_of(eqn)
+        names.append(Name(name.removeprefix(DERIVATIVE_OF), label))
+    if not names:
+        return residual
+    (name, label), *aliases = names
+    return dataclasses.replace(
+        residual, name=name, label=label, aliases=tuple(n.name for n in aliases)
+    )
 
 
 def _normalizing(bases: _Bases, v: Var) -> Normalized | None:

@@ -21,6 +21,7 @@ from jax.interpreters import ad
 
 from jaxact._form.slopes import Slope, apply, plus, slopes_of, times
 from jaxact._jaxpr.evaluate import bind, traced_at, value_of
+from jaxact._jaxpr.labels import DERIVATIVE
 from jaxact._jaxpr.primitives import STEPS
 from jaxact._jaxpr.read import is_float, is_literal, is_piecewise_linear
 from jaxact._jaxpr.types import Array, Atom, Env, Eqn, Predicate, Tangent, Var
@@ -190,7 +191,7 @@ def differentiate(
         for i, slope in zip(moving, slopes, strict=True):
             u = eqn.invars[i]
             edges[out][u] = plus(edges[out][u], slope) if u in edges[out] else slope
-    with traced_at(cluster.eqns[-1]), jax.named_scope("derivative"):
+    with traced_at(cluster.eqns[-1]), jax.named_scope(DERIVATIVE):
         for v in cluster.eliminated:
             if v in edges:
                 eliminate(edges, v, times, plus)

@@ -33,6 +33,14 @@ def open_jaxpr(closed: ClosedJaxpr) -> tuple[Jaxpr, Sequence[Array]]:
     return getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
 
 
+def with_jaxpr(closed: ClosedJaxpr, jaxpr: Jaxpr) -> Any:
+    """`closed` with another jaxpr that has the same constants."""
+    is_pair = hasattr(closed, "consts") and hasattr(closed, "jaxpr")
+    if not is_pair or closed.jaxpr is closed:
+        return jaxpr
+    return closed.replace(jaxpr=jaxpr)
+
+
 def custom_vjp_body(eqn: Eqn) -> ClosedJaxpr | None:
     """The body of a call with a custom derivative rule; None for another equation.
 

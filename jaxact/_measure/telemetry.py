@@ -210,6 +210,6 @@ def telemetry(fn: Callable[..., PyTree]) -> Telemetry:
       >>> probe = measured.probe(w, x)
       >>> noise, gradient = jax.jit(jax.grad(measured, argnums=(0, 1)))(probe, w, x)
       >>> [row.key for row in noise.sensitivity().rows]
-      ['x', 'cos']
+      ['x', 'sin.derivative']
     """
     return Telemetry(fn)

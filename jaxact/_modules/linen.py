@@ -6,22 +6,33 @@ as activations. Mutable collections come out as the module left them.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import flax.linen as nn
 import jax
 from flax.core import Scope, lift
 
 from jaxact._engine.call import call_compressed, seed_from
+from jaxact._jaxpr.labels import current_path
 from jaxact._jaxpr.types import Array
 from jaxact._modules.adapter import NOISE_STREAM, require_call
-from jaxact._modules.original import remember
+from jaxact._modules.original import original_of, remember
 from jaxact._modules.pickling import make_picklable
 from jaxact._policy import Policy
 from jaxact._residual import join_paths
 from jaxact._trace import Argument, Kind, Names, arguments
 
 T = TypeVar("T")
+
+
+_VARIABLES = [Argument(name, Kind.PARAMETER) for name in ("variables", "rngs")]
+
+
+class _Place(NamedTuple):
+    """Where a compressed module is: its name, and the path above it."""
+
+    module: str
+    above: str
 
 
 def compress(target: T, policy: Policy, static_argnums: Sequence[str | int]) -> T:
@@ -33,7 +44,8 @@ def compress(target: T, policy: Policy, static_argnums: Sequence[str | int]) -> 
             f"compress({type(target).__name__})(...)."
         )
     require_call(target)
-    lifted = _lift(target, target.__call__, policy, static_argnums)
+    plain = _without_inherited(target)
+    lifted = _lift(plain, plain.__call__, policy, static_argnums)
     # Linen names submodules after their class: keep Block_0.
     for attribute in ("__name__", "__qualname__", "__module__", "__doc__"):
         setattr(lifted, attribute, getattr(target, attribute))
@@ -57,6 +69,19 @@ def takes_part(module: object, position: int) -> bool:
     return position == 0 and getattr(module, "scope", None) is not None
 
 
+def _without_inherited(target: type) -> type:
+    """`target`; if it inherits its `__call__` from a compressed class, the original.
+
+    Or its residuals would be stored as two policies say.
+    """
+    owner = next(cls for cls in target.__mro__ if "__call__" in vars(cls))
+    original = original_of(owner)
+    if owner is target or original is None:
+        return target
+    body = {"__call__": original.target.__call__, "__module__": target.__module__}
+    return type(target)(target.__name__, (target,), body)
+
+
 def _lift(
     target: type | Callable[..., object],
     method: Callable[..., object],
@@ -71,7 +96,7 @@ def _lift(
             variables: object,
             rngs: object,
             seed: Array,
-            module: str,
+            place: _Place,
             *args: object,
             **kwargs: object,
         ) -> Any:
@@ -82,18 +107,19 @@ def _lift(
                 y = fn(scope, *args, **kwargs)
                 return y, repack(scope)
 
-            # The module itself is number 0.
-            every = (*range(1, len(args) + 1), *kwargs)
-            wanted = every if activations is None else activations
-            described = arguments(method, (None, *args), kwargs, wanted, static_argnums)
-            describe = [
-                Argument("variables", Kind.PARAMETER),
-                Argument("rngs", Kind.PARAMETER),
-                *(_in_module(module, argument) for argument in described[1:]),
-            ]
+            own = _describe(method, args, kwargs, activations, static_argnums)
+            describe = [*_VARIABLES, *(_in_module(place.module, a) for a in own)]
             inputs = (variables, rngs, *args)
             return call_compressed(
-                pure, inputs, kwargs, describe, policy, seed, name=target
+                pure,
+                inputs,
+                kwargs,
+                describe,
+                policy,
+                seed,
+                name=target,
+                above=place.above,
+                path=place.module,
             )
 
         lift_all = ((True,), (True,), (True,))
@@ -108,12 +134,45 @@ def _lift(
         ) -> Any:
             if rounding_key is None:
                 rounding_key = _stream_key(scopes)
-            module = jax.tree.leaves(scopes)[0].name or ""
-            return lifted(scopes, seed_from(rounding_key), module, *args, **kwargs)
+            place = _place_of(jax.tree.leaves(scopes)[0], target)
+            return lifted(scopes, seed_from(rounding_key), place, *args, **kwargs)
 
         return seeded
 
     return nn.transforms.lift_transform(transform, target)
+
+
+def _describe(
+    method: Callable[..., object],
+    args: Sequence[object],
+    kwargs: dict[str, Any],
+    activations: Names | None,
+    static_argnums: Sequence[str | int],
+) -> list[Argument]:
+    """The arguments of a method's call, without the module, which is number 0."""
+    every = (*range(1, len(args) + 1), *kwargs)
+    wanted = every if activations is None else activations
+    return arguments(method, (None, *args), kwargs, wanted, static_argnums)[1:]
+
+
+def _place_of(scope: Scope, target: type | Callable[..., object]) -> _Place:
+    # Linen's own scope for the outermost module is its class.
+    top = target.__name__ if isinstance(target, type) else ""
+    return _Place(scope.name or top, _path_above(scope.path[:-1]))
+
+
+def _path_above(path: Sequence[str]) -> str:
+    """JAX's current scopes, completed by the first part of a module's path.
+
+    They start again where JAX traces a function apart, as for `nn.remat`.
+    """
+    current = current_path()
+    scopes, missing = [p for p in current.split("/") if p], len(path)
+    while missing and scopes and scopes[-1] == path[missing - 1]:
+        scopes.pop()
+        missing -= 1
+    is_cut = not scopes and missing
+    return join_paths(*path[:missing], current) if is_cut else current
 
 
 def _in_module(module: str, argument: Argument) -> Argument:

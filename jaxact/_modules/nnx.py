@@ -7,19 +7,22 @@ list, a dict or another pytree.
 """
 
 import contextlib
-import copy
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import jax
 from flax import nnx
+from jax import core
 
 from jaxact._engine.call import call_compressed, seed_from
+from jaxact._jaxpr.labels import current_path
 from jaxact._modules.adapter import NOISE_STREAM, require_call
+from jaxact._modules.nnx_paths import place_of, submodules_named
 from jaxact._modules.original import original_of, remember
 from jaxact._modules.pure import PureCall
 from jaxact._policy import Policy
+from jaxact._residual import join_paths
 from jaxact._trace import Argument, Kind, Names, arguments
 
 T = TypeVar("T")
@@ -34,9 +37,10 @@ def compress(target: T, policy: Policy, static_argnums: Sequence[str | int]) -> 
     cls = type(target) if original is None else original.target
     if original is not None:
         static = static or original.static_argnums
-    shared = copy.copy(target)
-    shared.__class__ = _class_for(cls, policy, static)
-    return shared
+    # One set of attributes: `eval()` or a new submodule is there for both.
+    shared = object.__new__(_class_for(cls, policy, static))
+    object.__setattr__(shared, "__dict__", vars(target))
+    return cast(T, shared)
 
 
 def compress_method(
@@ -55,10 +59,14 @@ def compress_method(
         wanted = every if activations is None else activations
         described = arguments(f, args, kwargs, wanted, static_argnums)
         state = Argument("params", Kind.PARAMETER), Argument("state", Kind.PARAMETER)
-        pure = purify(f, args, kwargs)
+        pure = _pure(f, args, kwargs, lambda modules: submodules_named(modules, above))
         if rounding_key is None:
             rounding_key = _stream_key(pure.modules)
-        with _scope(pure.modules):
+        place = place_of(pure.modules, is_traced=_is_traced((pure.args, pure.kwargs)))
+        with jax.named_scope(place.scope) if place.scope else contextlib.nullcontext():
+            above = current_path()
+            if place.above is not None:
+                above = join_paths(place.above, place.scope)
             out = call_compressed(
                 pure.fn,
                 pure.args,
@@ -67,6 +75,7 @@ def compress_method(
                 policy,
                 seed_from(rounding_key),
                 name=f,
+                above=above,
             )
         return write_back(pure.modules, out)
 
@@ -86,6 +95,16 @@ def purify(
     It takes (parameters, other state, *args, **kwargs), with None for each module, and
     returns f's result, then parameters and other state if f changed them.
     """
+    return _pure(f, args, kwargs, lambda _: contextlib.nullcontext())
+
+
+def _pure(
+    f: Callable[..., Any],
+    args: Sequence[object],
+    kwargs: dict[str, object],
+    around: Callable[[Sequence[object]], contextlib.AbstractContextManager[object]],
+) -> PureCall:
+    """The same, with `around(modules)` entered around f's call with those modules."""
     values = [*args, *kwargs.values()]
     places = [_places(value) for value in values]
     modules = tuple(m for value in values for m in _modules_in(value))
@@ -95,7 +114,9 @@ def purify(
         # Without a copy, tree mode refuses to mutate an outer trace's state.
         merged = nnx.merge(graphdef, params, state, copy=True)
         full = _fill([*args, *kwargs.values()], places, merged)
-        y = f(*full[: len(args)], **dict(zip(kwargs, full[len(args) :], strict=True)))
+        named = dict(zip(kwargs, full[len(args) :], strict=True))
+        with around(merged):
+            y = f(*full[: len(args)], **named)
         _, new_params, new_state = nnx.split(merged, nnx.Param, ...)
         new_params = None if _same(params, new_params) else new_params
         return y, new_params, None if _same(state, new_state) else new_state
@@ -192,10 +213,8 @@ def _fill(
     return filled
 
 
-def _scope(modules: Sequence[object]) -> contextlib.AbstractContextManager[object]:
-    """The first module's name scope: NNX opens none itself."""
-    names = [type(m).__name__ for m in modules if isinstance(m, nnx.Module)]
-    return jax.named_scope(names[0]) if names else contextlib.nullcontext()
+def _is_traced(values: object) -> bool:
+    return any(isinstance(x, core.Tracer) for x in jax.tree.leaves(values))
 
 
 def _same(a: object, b: object) -> bool:

@@ -33,7 +33,7 @@ def plan_each_residual(
 ) -> StoragePlan:
     """Decide for every residual in `forward`."""
     reading = read_forward(forward, flat, policy, prefix)
-    decisions = _decide_all(reading)
+    decisions = _decide_all(reading, _recomputed_from(reading))
     recomputed = [v for v, d in decisions.items() if isinstance(d.action, Recompute)]
     stored = decisions.keys() - set(recomputed)
     decisions |= _labelled(reading, decisions, stored)
@@ -41,6 +41,14 @@ def plan_each_residual(
     if any(decisions[v].reason is not Reason.OF_PARAMETERS for v in recomputed):
         decisions |= {v: decisions[v].biased(Remark.RECOMPUTED_FROM) for v in stored}
     return finish(reading, decisions, _replay(reading, recomputed, stored))
+
+
+def _recomputed_from(reading: Reading) -> set[Var]:
+    """The residuals that the backward program computes something nonlinear from."""
+    backward = reading.forward.backward
+    bits = {v: 1 << number for number, v in enumerate(reading.leaves)}
+    uses = find_uses(backward.eqns, backward.cotangents, bits)
+    return {v for v, bit in bits.items() if (uses.nonlinear | uses.divided) & bit}
 
 
 def _labelled(
@@ -63,7 +71,9 @@ def _labelled(
     return labelled
 
 
-def _decide_all(reading: Reading) -> dict[Var, Decision]:
+def _decide_all(
+    reading: Reading, recomputed_from: AbstractSet[Var]
+) -> dict[Var, Decision]:
     """A decision for every residual, and for each that others are recomputed from."""
     leaves = set(reading.leaves)
     decisions: dict[Var, Decision] = {}
@@ -71,7 +81,7 @@ def _decide_all(reading: Reading) -> dict[Var, Decision]:
     def decide(v: Var) -> None:
         if v in decisions:
             return
-        decisions[v] = decision = _decide(reading, v)
+        decisions[v] = decision = _decide(reading, v, v in recomputed_from)
         if isinstance(decision.action, Recompute):
             sources = _sources(reading, v, leaves)
             if isinstance(sources, Reason):
@@ -85,8 +95,10 @@ def _decide_all(reading: Reading) -> dict[Var, Decision]:
     return decisions
 
 
-def _decide(reading: Reading, v: Var) -> Decision:
-    residual = reading.provenance.of(v)
+def _decide(reading: Reading, v: Var, is_recomputed_from: bool) -> Decision:
+    residual = dataclasses.replace(
+        reading.provenance.of(v), is_recomputed_from=is_recomputed_from
+    )
     decision = decide_unrounded(reading, v, residual)
     if decision is None:
         return reading.policy.decide(residual, small_size=reading.small_size)

@@ -18,7 +18,7 @@ from jaxact._plan.forward import Forward, trace_forward
 from jaxact._plan.mark import mark_p
 from jaxact._policy import Policy, Rule
 from jaxact._report.table import ResidualRow, ResidualTable
-from jaxact._residual import Provenance, Residual, join_paths
+from jaxact._residual import Provenance, Residual
 
 
 def residuals(
@@ -114,14 +114,10 @@ def _tabulate(forward: Forward, paths: Sequence[str]) -> ResidualTable:
 def _kept(residual: Residual) -> Decision:
     """The decision about a value that no compressed call stored.
 
-    A scan stacks the carry that its body, compressed or not, keeps as it is: an
-    argument of the body, but a copy for each step.
+    A scan stacks the carry that its body, compressed or not, keeps as it is.
     """
-    if not residual.is_carry:
-        return Decision(residual, Exact(), Reason.OUTSIDE)
-    path = join_paths(residual.path, "carry")
-    carry = dataclasses.replace(residual, origin="argument", primitive="", path=path)
-    return Decision(carry, Exact(), Reason.CARRIED)
+    reason = Reason.CARRIED if residual.is_carry else Reason.OUTSIDE
+    return Decision(residual, Exact(), reason)
 
 
 def _marked_row(eqn: Eqn, copies: int, stored_bytes: int) -> ResidualRow:

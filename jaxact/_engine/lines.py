@@ -1,0 +1,36 @@
+"""The user's line that a call comes from."""
+
+import sys
+from typing import Any, NamedTuple
+
+# Packages whose lines say nothing to the user about a call. `contextlib` runs the
+# wrappers around Flax's methods.
+_LIBRARIES = frozenset(
+    "jaxact jax jaxlib flax equinox haiku optax contextlib functools".split()
+)
+
+
+class Line(NamedTuple):
+    """A line in the user's program.
+
+    Attributes:
+      names: its module's global names.
+    """
+
+    filename: str
+    number: int
+    names: dict[str, Any]
+
+
+def user_line() -> Line:
+    """The innermost line outside the libraries."""
+    # `skip_file_prefixes` of `warnings.warn` exists from Python 3.12 on.
+    innermost = frame = sys._getframe(1)
+    while frame is not None and _package(frame.f_globals) in _LIBRARIES:
+        frame = frame.f_back
+    frame = frame or innermost
+    return Line(frame.f_code.co_filename, frame.f_lineno, frame.f_globals)
+
+
+def _package(names: dict[str, object]) -> str:
+    return str(names.get("__name__", "")).partition(".")[0]
