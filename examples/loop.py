@@ -36,7 +36,7 @@ from jaxact import policies
 # (params, statistics, batch) -> (loss, statistics)
 Loss = Callable[[Any, Any, Any], tuple[jax.Array, Any]]
 Measure = Callable[[], jaxact.Sensitivity]
-TARGETS = ("a100", "h100", "h200", "b200")
+TARGETS = ("t4", "l4", "a10g", "rtx4090", "a100", "h100", "h200", "b200")
 
 
 class State(struct.PyTreeNode):

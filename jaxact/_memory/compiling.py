@@ -111,14 +111,43 @@ def described(target: str) -> contextlib.AbstractContextManager[object]:
 
 @contextlib.contextmanager
 def complete_toolchain(target: str) -> Iterator[None]:
-    """Name the packages to install when XLA finds no assembler or no maths library."""
+    """Say what to install, or to write, where a program cannot be compiled for a target.
+
+    Raises:
+      ImportError: XLA finds no assembler or no maths library.
+      ValueError: the installed assembler does not know the target.
+      NotImplementedError: the program asks for cuDNN while it is traced.
+    """
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
+        if "ptxas too old" in str(error):
+            raise ValueError(_unserved(target)) from error
         if "ptxas" in str(error) or "libdevice" in str(error):
             message = _missing(target, "NVIDIA's assembler and maths library")
             raise ImportError(message) from error
         raise
+    except RuntimeError as error:
+        if "cuDNN" in str(error):
+            raise NotImplementedError(_NO_CUDNN.format(target=target)) from error
+        raise
+
+
+_NO_CUDNN = (
+    "compiling for {target!r}: the step asks for cuDNN while it is traced, which needs an "
+    "attached GPU. For jax.nn.dot_product_attention(implementation='cudnn') write "
+    "jax.experimental.pallas.ops.gpu.attention.mha, whose memory grows with the length "
+    "too, or implementation='xla', which keeps the scores, of the length squared."
+)
+
+
+def _unserved(target: str) -> str:
+    gpu = gpu_of(target)
+    return (
+        f"compiling for {target!r}: the installed NVIDIA assembler has no code for "
+        f"compute capability {gpu.compute_capability}, that of {gpu.name}. CUDA 13's "
+        "starts at 7.5: choose a later target, such as 't4'."
+    )
 
 
 def _missing(target: str, part: str) -> str:
