@@ -111,7 +111,7 @@ def described(target: str) -> contextlib.AbstractContextManager[object]:
 
 @contextlib.contextmanager
 def complete_toolchain(target: str) -> Iterator[None]:
-    """Say what to install, or to write, where a program cannot be compiled for a target.
+    """Say the package to install, or the line to write, if compiling fails.
 
     Raises:
       ImportError: XLA finds no assembler or no maths library.
@@ -134,10 +134,10 @@ def complete_toolchain(target: str) -> Iterator[None]:
 
 
 _NO_CUDNN = (
-    "compiling for {target!r}: the step asks for cuDNN while it is traced, which needs an "
-    "attached GPU. For jax.nn.dot_product_attention(implementation='cudnn') write "
-    "jax.experimental.pallas.ops.gpu.attention.mha, whose memory grows with the length "
-    "too, or implementation='xla', which keeps the scores, of the length squared."
+    "compiling for {target!r}: the step asks for cuDNN while it is traced, which needs "
+    "an attached GPU. For jax.nn.dot_product_attention(implementation='cudnn') write "
+    "jax.experimental.pallas.ops.gpu.attention.mha, which does not keep the "
+    "scores either, or implementation='xla', which does."
 )
 
 
