@@ -23,20 +23,21 @@ def compile_step(
     args: Sequence[object],
     kwargs: dict[str, Any],
     target: str | None,
+    options: dict[str, Any] | None = None,
 ) -> Compiled:
     """Compile `step(*args, **kwargs)` for a target, or for the local backend.
 
-    A jitted step keeps its options; another is jitted first.
+    A jitted step keeps its options; another is jitted first. `options`: for XLA.
     """
     traceable: Any = step if hasattr(step, "trace") else jax.jit(step)
     if target is None:
-        return traceable.trace(*args, **kwargs).lower().compile()
+        return traceable.trace(*args, **kwargs).lower().compile(options)
     device = device_of(target)
     args, kwargs = jax.tree.map(abstract_on(device), (tuple(args), kwargs))
     with described(target), complete_toolchain(target):
         # Pallas looks for its device while tracing and lowering.
         traced = traceable.trace(*args, **kwargs)
-        return traced.lower(lowering_platforms=("cuda",)).compile()
+        return traced.lower(lowering_platforms=("cuda",)).compile(options)
 
 
 def abstract_on(device: Device) -> Callable[[T], T | jax.ShapeDtypeStruct]:
