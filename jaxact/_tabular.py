@@ -9,6 +9,8 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
+from jaxact._saved import Saved
+
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
     from treescope.renderers import TreescopeSubtreeRenderer
@@ -41,7 +43,7 @@ class Column(Generic[R]):
 Columns: TypeAlias = Sequence[Column[Any]]
 
 
-class Tabular(abc.ABC):
+class Tabular(Saved, abc.ABC):
     """A value with a table and a summary; empty columns are left out.
 
     Printed, it takes the width of the terminal (80 columns where there is none). HTML

@@ -20,6 +20,7 @@ from jaxact._checkpoint_policies import (
 from jaxact._codec import Codec, DualPrecision, Exact, Offload, PerSample
 from jaxact._policy import Policy, Rule
 from jaxact._residual import Residual
+from jaxact._saved import Saved
 
 __all__ = [
     "PACKED_NAME",
@@ -38,7 +39,7 @@ __all__ = [
 
 
 @dataclasses.dataclass(frozen=True)
-class IsNormalized:
+class IsNormalized(Saved):
     """Whether a residual is stored through a normalization, such as BatchNorm's."""
 
     def __call__(self, residual: Residual) -> bool:

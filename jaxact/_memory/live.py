@@ -11,6 +11,7 @@ from jaxact._memory import wire
 from jaxact._memory.buffers import Buffer, Heap, read_heap
 from jaxact._memory.compiling import compile_step
 from jaxact._memory.memory import Memory, measure
+from jaxact._saved import Saved
 from jaxact._tabular import SMALL_SHARE, Column, Tabular, bytes_text
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class LiveArray:
+class LiveArray(Saved):
     """Memory that is taken at the peak of a compiled step.
 
     Attributes:
@@ -57,6 +58,7 @@ class Live(Tabular):
       memory: the bytes that the compiler reserves.
     """
 
+    derived = ("peak_bytes",)
     rows: tuple[LiveArray, ...]
     curve: tuple[int, ...]
     backward_start: int | None

@@ -31,6 +31,7 @@ class Memory(Tabular):
       device: the device's kind.
     """
 
+    derived = ("peak_bytes",)
     temp_bytes: int
     argument_bytes: int
     output_bytes: int

@@ -2,13 +2,13 @@
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any
 
+from jaxact._saved import Saved
 from jaxact._tabular import SMALL_SHARE, Column, Tabular, bytes_text
 
 
 @dataclasses.dataclass(frozen=True)
-class ModuleRow:
+class ModuleRow(Saved):
     """All residuals with one path.
 
     Attributes:
@@ -19,6 +19,7 @@ class ModuleRow:
       stored_bytes: bytes after.
     """
 
+    derived = ("ratio",)
     path: str
     residuals: int
     elements: int
@@ -44,18 +45,13 @@ class ModuleTable(Tabular):
       rows: modules as their first residuals come, each before its submodules.
     """
 
+    derived = ("total",)
     rows: tuple[ModuleRow, ...]
 
     @property
     def total(self) -> ModuleRow:
         """The sums, as a row."""
         return _sum("Total", self.rows)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain numbers and strings, ready for JSON."""
-        rows = [dataclasses.asdict(row) | {"ratio": row.ratio} for row in self.rows]
-        total = dataclasses.asdict(self.total) | {"ratio": self.total.ratio}
-        return {"rows": rows, "total": total}
 
     def summary(self) -> str:
         """How many residuals, their exact and their stored bytes."""

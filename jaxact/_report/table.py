@@ -4,14 +4,16 @@ import dataclasses
 import math
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxact._codec import Action, Bias, Exact
 from jaxact._policy import Rule
 from jaxact._report.bars import plot_modules
 from jaxact._report.by_module import ModuleRow, ModuleTable, module_table
+from jaxact._saved import Saved
 from jaxact._tabular import SMALL_SHARE, Column, Tabular, bytes_text
 
 if TYPE_CHECKING:
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class ResidualRow:
+class ResidualRow(Saved):
     """One stored residual.
 
     Attributes:
@@ -56,6 +58,11 @@ class ResidualRow:
     why: str
     host_bytes: int = 0
     is_outside: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.dtype, str):  # as it is saved
+            object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
+        object.__setattr__(self, "bias", Bias(self.bias))
 
     @property
     def device_bytes(self) -> int:
@@ -171,6 +178,7 @@ class ResidualTable(Tabular):
       unused_rules: rules that matched nothing, from all policies in the function.
     """
 
+    derived = ("exact_bytes", "stored_bytes", "host_bytes", "ratio")
     rows: tuple[ResidualRow, ...]
     referenced_bytes: int
     unused_rules: tuple[Rule, ...] = ()
@@ -194,22 +202,6 @@ class ResidualTable(Tabular):
     def ratio(self) -> float:
         """Exact bytes over stored bytes."""
         return self.exact_bytes / self.stored_bytes if self.stored_bytes else 1.0
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain numbers and strings, ready for JSON."""
-        rows = [
-            dataclasses.asdict(row)
-            | {"dtype": str(row.dtype), "action": str(row.action)}
-            for row in self.rows
-        ]
-        return {
-            "rows": rows,
-            "exact_bytes": self.exact_bytes,
-            "stored_bytes": self.stored_bytes,
-            "ratio": self.ratio,
-            "referenced_bytes": self.referenced_bytes,
-            "unused_rules": [str(rule) for rule in self.unused_rules],
-        }
 
     def summary(self) -> str:
         """The totals, bytes outside of compressed calls, rules that matched none."""

@@ -270,7 +270,7 @@ def test_forms():
         == table.stored_bytes
         == sum(row["stored_bytes"] for row in data["rows"])
     )
-    assert data["rows"][0]["action"].startswith("Quantize")
+    assert data["rows"][0]["action"]["class"] == "Quantize"
     rich = pytest.importorskip("rich.console")
     console = rich.Console(width=200, file=io.StringIO())
     console.print(table)
