@@ -41,10 +41,13 @@ from jaxact._memory import (
 )
 from jaxact._policy import Policy as Policy, Rule as Rule
 from jaxact._report import (
+    ComparedStep as ComparedStep,
+    Comparison as Comparison,
     ModuleRow as ModuleRow,
     ModuleTable as ModuleTable,
     ResidualRow as ResidualRow,
     ResidualTable as ResidualTable,
+    compare as compare,
     residuals as residuals,
 )
 from jaxact._residual import Residual as Residual

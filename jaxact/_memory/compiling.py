@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, TypeVar
 import jax
 import numpy as np
 from jax.experimental import topologies
-from jax.stages import Compiled
+from jax.stages import Compiled, Traced
 
 from jaxact._memory.targets import gpu_of
 
@@ -29,15 +29,27 @@ def compile_step(
 
     A jitted step keeps its options; another is jitted first. `options`: for XLA.
     """
+    return trace_and_compile(step, args, kwargs, target, options)[1]
+
+
+def trace_and_compile(
+    step: Callable[..., object],
+    args: Sequence[object],
+    kwargs: dict[str, Any],
+    target: str | None,
+    options: dict[str, Any] | None = None,
+) -> tuple[Traced, Compiled]:
+    """The traced step and the compiled one, as `compile_step`."""
     traceable: Any = step if hasattr(step, "trace") else jax.jit(step)
     if target is None:
-        return traceable.trace(*args, **kwargs).lower().compile(options)
+        traced = traceable.trace(*args, **kwargs)
+        return traced, traced.lower().compile(options)
     device = device_of(target)
     args, kwargs = jax.tree.map(abstract_on(device), (tuple(args), kwargs))
     with described(target), complete_toolchain(target):
         # Pallas looks for its device while tracing and lowering.
         traced = traceable.trace(*args, **kwargs)
-        return traced.lower(lowering_platforms=("cuda",)).compile(options)
+        return traced, traced.lower(lowering_platforms=("cuda",)).compile(options)
 
 
 def abstract_on(device: Device) -> Callable[[T], T | jax.ShapeDtypeStruct]:

@@ -3,13 +3,15 @@
 import glob
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from jax.stages import Traced
+
 from jaxact._memory import wire
 from jaxact._memory.buffers import Buffer, Heap, read_heap
-from jaxact._memory.compiling import compile_step
+from jaxact._memory.compiling import trace_and_compile
 from jaxact._memory.memory import Memory, measure
 from jaxact._saved import Saved
 from jaxact._tabular import SMALL_SHARE, Column, Tabular, bytes_text
@@ -157,6 +159,16 @@ def live(
       >>> [(row.kind, row.bytes >> 20) for row in found.rows]
       [('argument', 4), ('output', 4), ('temporary', 4)]
     """
+    return describe(step, args, kwargs, target)[1]
+
+
+def describe(
+    step: Callable[..., Any],
+    args: Sequence[object],
+    kwargs: dict[str, Any],
+    target: str | None,
+) -> tuple[Traced, Live]:
+    """The traced step, and the arrays of the compiled one; see `live`."""
     with tempfile.TemporaryDirectory() as folder:
         options = {
             "xla_dump_to": folder,
@@ -165,7 +177,7 @@ def live(
             # The other options are not in its key; this one is, and matches no emitter.
             "xla_dump_emitter_re": folder,
         }
-        compiled = compile_step(step, args, kwargs, target, options)
+        traced, compiled = trace_and_compile(step, args, kwargs, target, options)
         files = glob.glob(os.path.join(folder, "*after_optimizations.hlo.pb"))
         if not files:
             raise ValueError(
@@ -174,7 +186,7 @@ def live(
             )
         with open(max(files, key=os.path.getsize), "rb") as file:
             heap = read_heap(wire.read(file.read()))
-    return _live(heap, measure(compiled))
+    return traced, _live(heap, measure(compiled))
 
 
 def _live(heap: Heap, memory: Memory) -> Live:

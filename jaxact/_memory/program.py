@@ -154,7 +154,9 @@ class Program:
             caller = self.instructions[self.callers[made.computation]]
             if caller.opcode == "while":
                 result = (self.roots[made.computation], index)
-                return (caller.operands[0], index) if result in seen else result
+                is_body = self.instructions[result[0]].opcode == "tuple"
+                is_new = is_body and result not in seen
+                return result if is_new else (caller.operands[0], index)
             is_plain = caller.opcode in ("fusion", "call", "async-start")
             return (caller.operands[made.number], index) if is_plain else None
         position = _PASSES.get(made.opcode)

@@ -13,9 +13,9 @@ from jaxact._compress import compress
 from jaxact._decision import Decision, Reason, Remark
 from jaxact._jaxpr.flow import fact_of, flow, union
 from jaxact._jaxpr.read import variables_in
-from jaxact._jaxpr.types import Eqn, Var
+from jaxact._jaxpr.types import Atom, Eqn, Jaxpr, Var
 from jaxact._modules.pure import pure_call
-from jaxact._plan.forward import Forward, trace_forward
+from jaxact._plan.forward import trace_forward
 from jaxact._plan.mark import mark_p
 from jaxact._policy import Policy, Rule
 from jaxact._report.table import ResidualRow, ResidualTable
@@ -61,7 +61,8 @@ def residuals(
     flat, values, _ = call.trace()
     active = call.differentiated(values, argnums)
     run = lambda _, *values: flat(*values)
-    return _tabulate(trace_forward(run, np.uint32(0), values, active), flat.paths)
+    forward = trace_forward(run, np.uint32(0), values, active)
+    return tabulate(forward.jaxpr, forward.residuals, ["seed", *flat.paths])
 
 
 @dataclasses.dataclass
@@ -89,15 +90,18 @@ class _Marks:
         return joined | 1 << self.numbers[key]
 
 
-def _tabulate(forward: Forward, paths: Sequence[str]) -> ResidualTable:
-    jaxpr, marks = forward.jaxpr, _Marks()
-    provenance = Provenance(jaxpr, ["seed", *paths])
+def tabulate(
+    jaxpr: Jaxpr, residuals: Sequence[Atom], paths: Sequence[str]
+) -> ResidualTable:
+    """The table of some of a program's values, given the paths of its inputs."""
+    marks = _Marks()
+    provenance = Provenance(jaxpr, paths)
     facts = flow(jaxpr, [0] * len(jaxpr.invars), marks.transfer)
     inputs = {*jaxpr.invars, *jaxpr.constvars}
     outside: list[ResidualRow] = []
     stored: dict[int, _Bytes] = {}  # by mark number
     referenced = 0
-    for v in dict.fromkeys(variables_in(forward.residuals)):
+    for v in dict.fromkeys(variables_in(residuals)):
         size = v.aval.size * v.aval.dtype.itemsize
         kept_bytes = _Bytes(size, size if _is_on_host(v) else 0)
         bits = fact_of(facts, v)
