@@ -5,7 +5,7 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jax.stages import Traced
 
@@ -87,15 +87,19 @@ class Live(Tabular):
     def _table(self) -> tuple[list[Column[LiveArray]], tuple[LiveArray, ...]]:
         return _COLUMNS, self.rows
 
-    def _brief(self) -> tuple[list[Column[LiveArray]], list[LiveArray]]:
+    def _brief(self) -> tuple[list[Column["_Group"]], list["_Group"]]:
+        groups: dict[tuple[str, ...], list[LiveArray]] = {}
+        for row in self.rows:
+            key = (row.kind, row.type, row.phase, _place(row), row.source)
+            is_fixed = row.kind != "temporary"
+            groups.setdefault(key[:1] if is_fixed else key, []).append(row)
         least = SMALL_SHARE * self.peak_bytes
-        large = [row for row in self.rows if row.bytes >= least]
-        small = [row for row in self.rows if row.bytes < least]
-        if len(small) > 1:
-            size, title = sum(row.bytes for row in small), f"{len(small)} smaller"
-            large.append(LiveArray(size, "", "", "", title, "", ""))
-        elif small:
-            large += small
+        sizes = {key: sum(r.bytes for r in rows) for key, rows in groups.items()}
+        large = [_group(rows) for key, rows in groups.items() if sizes[key] >= least]
+        small = [size for size in sizes.values() if size < least]
+        large.sort(key=lambda group: -group.size)
+        if small:
+            large.append(_Group(sum(small), "", "", "smaller ones", ""))
         return _BRIEF, large
 
     def plot(self, axis: "Axes | None" = None, label: str | None = None) -> "Axes":
@@ -219,12 +223,38 @@ def _place(row: LiveArray) -> str:
     return "/".join(part for part in (row.path, row.operation) if part) or row.kind
 
 
-_BRIEF: list[Column[LiveArray]] = [
-    Column("bytes", lambda row: bytes_text(row.bytes), is_number=True),
-    Column("type", lambda row: row.type),
-    Column("kind", lambda row: row.phase or row.kind),
-    Column("array", _place),
-    Column("source", lambda row: row.source.replace("<locals>.", "")),
+class _Group(NamedTuple):
+    """Arrays that are alike, as a line of the table shown by default."""
+
+    size: int
+    type: str
+    kind: str
+    array: str
+    source: str
+
+
+def _group(rows: Sequence[LiveArray]) -> _Group:
+    first, count = rows[0], len(rows)
+    size = sum(row.bytes for row in rows)
+    if first.kind != "temporary":
+        names = f"{count} arrays" if count > 1 else _place(first)
+        return _Group(size, "" if count > 1 else first.type, first.kind, names, "")
+    number = f"{count} x " if count > 1 else ""
+    return _Group(
+        size,
+        number + first.type,
+        first.phase or first.kind,
+        _place(first),
+        first.source.replace("<locals>.", ""),
+    )
+
+
+_BRIEF: list[Column[_Group]] = [
+    Column("bytes", lambda group: bytes_text(group.size), is_number=True),
+    Column("type", lambda group: group.type, is_number=True),
+    Column("kind", lambda group: group.kind),
+    Column("array", lambda group: group.array),
+    Column("source", lambda group: group.source),
 ]
 _COLUMNS: list[Column[LiveArray]] = [
     Column("bytes", lambda row: bytes_text(row.bytes), is_number=True),
