@@ -151,10 +151,15 @@ def live(
     last one.
 
     Args:
-      step, *args, target, **kwargs: as for `memory`.
+      step: a function; if it is jitted its static and donated arguments count.
+      *args: its arguments, as for `memory`.
+      target: the GPU to compile for; `None` is the local backend.
+      **kwargs: its keyword arguments.
 
     Raises:
-      ValueError, ImportError, NotImplementedError: as `memory`.
+      ValueError: as `memory`, and where the compiler describes no program.
+      ImportError: as `memory`.
+      NotImplementedError: as `memory`.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxact

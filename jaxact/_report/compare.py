@@ -175,7 +175,9 @@ def compare(
 
     Raises:
       TypeError: `steps` is not a mapping from names to functions.
-      ValueError, ImportError, NotImplementedError: as `memory`.
+      ValueError: as `memory`.
+      ImportError: as `memory`.
+      NotImplementedError: as `memory`.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxact
