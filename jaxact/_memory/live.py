@@ -200,7 +200,7 @@ def describe(
 
 def _live(heap: Heap, memory: Memory) -> Live:
     fixed = sum(buffer.size for buffer in heap.fixed)
-    buffers = sorted([*heap.fixed, *heap.at_peak], key=lambda b: -b.size)
+    buffers = sorted([*heap.fixed, *heap.at_peak], key=lambda b: (-b.size, b.kind))
     return Live(
         rows=tuple(_row(buffer) for buffer in buffers),
         curve=tuple(fixed + size for size in heap.curve) or (fixed,),

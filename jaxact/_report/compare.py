@@ -182,12 +182,13 @@ def compare(
     Example:
       >>> import jax, jax.numpy as jnp, jaxact
       >>> layer = lambda w, x: jnp.tanh(x @ w)
+      >>> small = jaxact.compress(layer, activations="x")
       >>> def gradient(layer):
       ...     network = lambda ws, x: jax.lax.scan(
       ...         lambda x, w: (layer(w, x), None), x, ws)[0].sum()
       ...     return jax.grad(network)
       >>> found = jaxact.compare(
-      ...     {"plain": gradient(layer), "4 bits": gradient(jaxact.compress(layer))},
+      ...     {"plain": gradient(layer), "4 bits": gradient(small)},
       ...     jnp.ones((24, 64, 64)), jnp.ones((256, 64)))
       >>> [(row.name, row.stored_bytes >> 10, row.products) for row in found.rows]
       [('plain', 3072, 72), ('4 bits', 432, 72)]
