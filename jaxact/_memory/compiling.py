@@ -43,13 +43,19 @@ def trace_and_compile(
     traceable: Any = step if hasattr(step, "trace") else jax.jit(step)
     if target is None:
         traced = traceable.trace(*args, **kwargs)
-        return traced, traced.lower().compile(options)
+        return _own(traced), traced.lower().compile(options)
     device = device_of(target)
     args, kwargs = jax.tree.map(abstract_on(device), (tuple(args), kwargs))
     with described(target), complete_toolchain(target):
         # Pallas looks for its device while tracing and lowering.
         traced = traceable.trace(*args, **kwargs)
-        return traced, traced.lower(lowering_platforms=("cuda",)).compile(options)
+        lowered = traced.lower(lowering_platforms=("cuda",))
+        return _own(traced), lowered.compile(options)
+
+
+def _own(traced: Any) -> Traced:
+    """JAX's own traced step, which that of an `nnx.jit` holds."""
+    return getattr(traced, "traced", traced)
 
 
 def abstract_on(device: Device) -> Callable[[T], T | jax.ShapeDtypeStruct]:

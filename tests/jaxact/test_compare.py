@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax import lax
 
 import jaxact
@@ -133,6 +134,16 @@ def test_arguments_that_are_not_donated():
     text = " ".join(str(alone).split())
     assert f"{weights >> 10} KiB of arguments are not donated" in text
     assert "not donated" not in str(found)  # the last step is described
+
+
+@pytest.mark.parametrize("jit", [nnx.jit, jax.jit, lambda step: step])
+def test_steps_of_nnx_modules(jit):
+    model = nnx.Linear(WIDTH, HIDDEN, rngs=nnx.Rngs(0))
+    loss = lambda model, x: (model(x) ** 2).mean()
+    step = jit(lambda model, x: nnx.value_and_grad(loss)(model, x))
+    (row,) = jaxact.compare({"step": step}, model, X).rows
+    assert row.products == 2  # forward, and the kernel's gradient
+    assert row.stored_bytes == jaxact.residuals(loss, model, X, argnums=0).stored_bytes
 
 
 def test_gradients_at_the_peak():
