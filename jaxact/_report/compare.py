@@ -190,8 +190,8 @@ def compare(
       >>> found = jaxact.compare(
       ...     {"plain": gradient(layer), "4 bits": gradient(small)},
       ...     jnp.ones((24, 64, 64)), jnp.ones((256, 64)))
-      >>> [(row.name, row.stored_bytes >> 10, row.products) for row in found.rows]
-      [('plain', 3072, 72), ('4 bits', 432, 72)]
+      >>> found["4 bits"].stored_bytes >> 10, found["4 bits"].products
+      (432, 72)
     """
     if not isinstance(steps, Mapping) or not all(map(callable, steps.values())):
         raise TypeError(
