@@ -12,7 +12,7 @@ from jaxact._engine.call import call_compressed, seed_from
 from jaxact._modules import find
 from jaxact._modules.original import original_of, refuse_key, remember
 from jaxact._policy import Policy
-from jaxact._trace import Names, arguments, as_tuple
+from jaxact._trace import Names, TraceCache, arguments, as_tuple
 from jaxact._typing import C, Compress, Compressed, M, P, R
 
 _AS_DECORATOR = object()  # no target: the result takes it
@@ -62,6 +62,11 @@ def compress(
     operation by operation; where three or more are summed into one argument, a
     compressed call in between may change the order of that sum. Reverse mode once only:
     forward-mode and second-order derivatives raise a TypeError.
+
+    A function that is called outside of `jax.jit` is traced once for calls of equal
+    structure, while the numbers, text, arrays and functions that it reads besides its
+    arguments are the same objects; at each call if it reads others, which may change
+    in place (a dict of parameters, `self`). Modules are traced at each such call.
 
     Use as `@compress`, `@compress(policy=...)` or `compress(target, ...)`, on the unit
     that a network repeats: a transformer layer, a residual block. For modules of other
@@ -163,6 +168,7 @@ class _Options:
 
     def _compress_function(self, f: Callable[..., Any]) -> Callable[..., Any]:
         refuse_key(f)
+        cache = TraceCache()
 
         @functools.wraps(f)
         def compressed(
@@ -177,7 +183,9 @@ class _Options:
                 return method(*args, rounding_key=rounding_key, **kwargs)
             describe = arguments(f, args, kwargs, self.activations, static)
             seed = seed_from(rounding_key)
-            return call_compressed(f, args, kwargs, describe, self.policy, seed)
+            return call_compressed(
+                f, args, kwargs, describe, self.policy, seed, cache=cache
+            )
 
         remember(compressed, f, self.activations, self.static_argnums)
         return compressed

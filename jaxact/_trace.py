@@ -8,7 +8,8 @@ closures over tracers. Values that are not arrays stay the Python values they ar
 import dataclasses
 import enum
 import inspect
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeAlias, TypeGuard
 
 import jax
@@ -17,7 +18,9 @@ import numpy as np
 
 from jaxact._jaxpr.compat import open_jaxpr
 from jaxact._jaxpr.evaluate import evaluate
+from jaxact._jaxpr.structure import open_structure
 from jaxact._jaxpr.types import Array, Jaxpr, Var
+from jaxact._read_values import are_same, read_values
 
 # A call's arguments, by name or position.
 Names: TypeAlias = str | int | Sequence[str | int]
@@ -58,6 +61,14 @@ class Flat:
     def invars(self) -> list[Var]:
         return [*self.jaxpr.constvars, *self.jaxpr.invars]
 
+    def first_alike(self) -> "Flat":
+        """The first function that was traced to the same program, else this one."""
+        key = open_structure(self.jaxpr), self.kinds, self.paths, self.owners
+        return _traced.setdefault(key, self)
+
+
+_traced: "weakref.WeakValueDictionary[Hashable, Flat]" = weakref.WeakValueDictionary()
+
 
 @dataclasses.dataclass(frozen=True)
 class Argument:
@@ -71,9 +82,18 @@ class Argument:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class Static:
-    """A pytree without leaves: carries a Python value past a transformation."""
+    """A pytree without leaves: carries a Python value past a transformation.
 
-    value: object
+    Two are equal if their values are one object.
+    """
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Static) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return hash((Static, id(self.value)))
 
 
 def is_array(x: object) -> TypeGuard[jax.Array | np.ndarray | jax.ShapeDtypeStruct]:
@@ -91,16 +111,99 @@ def as_tuple(names: Names) -> tuple[str | int, ...]:
     return (names,) if isinstance(names, str | int) else tuple(names)
 
 
+class TraceCache:
+    """The traces of one function, by the structure of the call.
+
+    JAX has the traces themselves, by the function that it was given: for a call that
+    repeats an earlier one it has to be given the same function again.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[Hashable, tuple[_OnArrays, tuple[object, ...]]] = {}
+
+    def find(self, on_arrays: "_OnArrays") -> "_OnArrays":
+        """The equal function of an earlier call, if all that it reads is the same."""
+        earlier, values = self._entries.get(on_arrays.key(), (on_arrays, None))
+        return earlier if are_same(values, on_arrays.values()) else on_arrays
+
+    def keep(self, on_arrays: "_OnArrays") -> None:
+        """Remember a function after its trace, which may count in a closure."""
+        values = on_arrays.values()
+        if values is None:
+            return
+        key = on_arrays.key()
+        self._entries.pop(key, None)
+        self._entries[key] = on_arrays, values
+        if len(self._entries) > _SIGNATURES:
+            del self._entries[next(iter(self._entries))]
+
+
+# Signatures that are remembered for each compressed function.
+_SIGNATURES = 32
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _OnArrays:
+    """`f` as a function of its call's arrays alone.
+
+    Attributes:
+      leaves: the call's other leaves, None in place of the arrays.
+      dynamic: the arrays' numbers among all leaves.
+      tree: of [*args, *kwargs.values()], static ones wrapped.
+      num_args, names: of positional arguments, and of keywords.
+    """
+
+    f: Callable[..., Any]
+    leaves: tuple[object, ...]
+    dynamic: tuple[int, ...]
+    tree: Any
+    num_args: int
+    names: tuple[str, ...]
+
+    def __call__(self, *arrays: jax.Array) -> tuple[list[Any], Static]:
+        """The result's arrays, and beside them what else it takes to rebuild it."""
+        full = list(self.leaves)
+        for i, array in zip(self.dynamic, arrays, strict=True):
+            full[i] = array
+        values = [
+            v.value if isinstance(v, Static) else v
+            for v in jax.tree.unflatten(self.tree, full)
+        ]
+        args, others = values[: self.num_args], values[self.num_args :]
+        out = self.f(*args, **dict(zip(self.names, others, strict=True)))
+        out, tree = jax.tree.flatten(out)
+        static = [None if is_array(x) else (x,) for x in out]
+        return [x for x in out if is_array(x)], Static((tree, static))
+
+    def values(self) -> tuple[object, ...] | None:
+        """The constants that the trace depends on, see `read_values`."""
+        return read_values(self.f, *self._constants())
+
+    def key(self) -> Hashable:
+        """The same for calls whose traces may be the same."""
+        others = tuple((type(x), repr(x)) for x in self.leaves if not is_array(x))
+        return self.f, others, self.dynamic, self.tree, self.num_args, self.names
+
+    def _constants(self) -> list[object]:
+        nodes = jax.tree.leaves(
+            jax.tree.unflatten(self.tree, self.leaves),
+            is_leaf=lambda x: isinstance(x, Static),
+        )
+        return [x.value if isinstance(x, Static) else x for x in nodes]
+
+
 def trace(
     f: Callable[..., Any],
     args: Sequence[object],
     kwargs: dict[str, Any],
     describe: Sequence[Argument],
+    cache: TraceCache | None = None,
 ) -> tuple[Flat, list[jax.Array], Rebuild]:
     """Trace `f(*args, **kwargs)` once.
 
     Args:
       describe: an `Argument` for each in `args`, then for each in `kwargs`.
+      cache: of `f`'s earlier traces.
 
     Returns:
       The flat function, its inputs' values, and a function from its outputs to the
@@ -112,25 +215,15 @@ def trace(
     ]
     leaves, tree = jax.tree.flatten(values)
     labels, kinds, owners = _label(values, describe)
-    dynamic = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
-    num_args = len(args)
-    result: dict[str, Any] = {}
-
-    def on_arrays(*arrays: jax.Array) -> list[Any]:
-        full = list(leaves)
-        for i, array in zip(dynamic, arrays, strict=True):
-            full[i] = array
-        values = [
-            v.value if isinstance(v, Static) else v
-            for v in jax.tree.unflatten(tree, full)
-        ]
-        out = f(*values[:num_args], **dict(zip(kwargs, values[num_args:], strict=True)))
-        out, result["tree"] = jax.tree.flatten(out)
-        result["static"] = [None if is_array(x) else (x,) for x in out]
-        return [x for x in out if is_array(x)]
-
+    dynamic = tuple(i for i, leaf in enumerate(leaves) if is_array(leaf))
+    others = tuple(None if is_array(leaf) else leaf for leaf in leaves)
+    on_arrays = _OnArrays(f, others, dynamic, tree, len(args), tuple(kwargs))
+    if cache is not None:
+        on_arrays = cache.find(on_arrays)
     arrays: list[Any] = [leaves[i] for i in dynamic]
-    closed = jax.make_jaxpr(on_arrays)(*arrays)
+    closed, (_, result) = jax.make_jaxpr(on_arrays, return_shape=True)(*arrays)
+    if cache is not None:
+        cache.keep(on_arrays)
     jaxpr, consts = open_jaxpr(closed)
     flat = Flat(
         jaxpr,
@@ -141,8 +234,9 @@ def trace(
 
     def rebuild(outputs: Sequence[Array]) -> Any:
         arrays = iter(outputs)
-        out = [next(arrays) if s is None else s[0] for s in result["static"]]
-        return jax.tree.unflatten(result["tree"], out)
+        out_tree, static = result.value
+        out = [next(arrays) if s is None else s[0] for s in static]
+        return jax.tree.unflatten(out_tree, out)
 
     inputs: list[Any] = [*consts, *arrays]
     return flat, inputs, rebuild

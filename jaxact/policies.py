@@ -6,6 +6,9 @@ With `measured`, a `jaxact.Sensitivity`, each measured residual has its own bits
 
 import dataclasses
 import math
+from collections.abc import Mapping
+
+import jax
 
 from jaxact._bits.cost import NORMAL_GROUP, Sensitivity, levels_variance
 from jaxact._bits.greedy import LADDER, allocate
@@ -17,7 +20,16 @@ from jaxact._checkpoint_policies import (
     SavePacked,
     save_packed,
 )
-from jaxact._codec import Codec, DualPrecision, Exact, Offload, PerSample
+from jaxact._codec import (
+    Action,
+    Codec,
+    DualPrecision,
+    Exact,
+    Offload,
+    PerSample,
+    Quantize,
+    Recompute,
+)
 from jaxact._policy import Policy, Rule
 from jaxact._residual import Residual
 from jaxact._saved import Saved
@@ -31,6 +43,7 @@ __all__ = [
     "acgc",
     "acgc_worst_case",
     "actnn",
+    "by_name",
     "division",
     "gact",
     "save_packed",
@@ -227,3 +240,51 @@ def acgc(e2: float = 0.1, *, measured: Sensitivity | None = None) -> Policy:
     if measured is None:
         return base
     return allocate(measured, e2=e2, ladder=(*LADDER, EXACT)).policy(base)
+
+
+_VERBS = ("device", "offload", "remat", "compress", "compress:BITS")
+
+
+def by_name(actions: Mapping[str, str | Action], bits: int = 4) -> Policy:
+    """The policy for named values, as the configurations of MaxText write it.
+
+    Values that no name covers are recomputed, as with
+    `jax.checkpoint_policies.save_only_these_names`.
+
+    Args:
+      actions: for each name that `jax.ad_checkpoint.checkpoint_name` gave, an action or
+        one of these words: "device" keeps the value exactly, "offload" in host memory,
+        "remat" recomputes it, "compress" stores it in `bits` bits, "compress:2" in 2.
+      bits: for "compress", 1 to 8.
+
+    Raises:
+      ValueError: another word.
+
+    Example:
+      >>> import jaxact
+      >>> policy = jaxact.policies.by_name(
+      ...     {"mlpwi": "compress:2", "query_proj": "offload", "out_proj": "remat"}
+      ... )
+      >>> [(rule.name, rule.action.bits) for rule in policy.rules]
+      [('mlpwi', 2), ('query_proj', None)]
+    """
+    chosen = {name: _action(name, word, bits) for name, word in actions.items()}
+    kept = {n: a for n, a in chosen.items() if not isinstance(a, Recompute)}
+    saved = jax.checkpoint_policies.save_only_these_names(*kept)
+    rules = tuple(Rule(action, name=name) for name, action in kept.items())
+    return Policy(bits, rules=rules, recompute=saved)
+
+
+def _action(name: str, word: str | Action, bits: int) -> Action:
+    if isinstance(word, Action):
+        return word
+    verb, colon, width = word.partition(":")
+    plain = {"device": Exact(), "offload": Offload(Exact()), "remat": Recompute()}
+    if word in plain:
+        return plain[word]
+    if verb == "compress" and (width.isdecimal() or not colon):
+        return Quantize(int(width) if width else bits)
+    raise ValueError(
+        f"policies.by_name: {name!r} has {word!r}; one of {', '.join(_VERBS)}, or an "
+        "action such as jaxact.Quantize(2), is required."
+    )

@@ -15,6 +15,7 @@ FLOORS = [
     "_decision",
     "_policy",
     "_checkpoint_policies",
+    "_read_values",
     "_trace",
     "_plan",
     "_form",

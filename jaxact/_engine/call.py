@@ -30,7 +30,8 @@ from jaxact._decision import Decision
 from jaxact._engine.backward import backward_pass
 from jaxact._engine.number import number_in_trace, salted
 from jaxact._engine.outputs import independent_outputs, select_outputs, when_all
-from jaxact._engine.planning import plan_call
+from jaxact._engine.planning import CallKey, plan_call
+from jaxact._engine.scan import CompressBody, contains_scan
 from jaxact._engine.storage import Draw, Packed, Storage
 from jaxact._engine.warnings import warn_if_unused
 from jaxact._jaxpr.compat import VJP_OPTIONS, reduced_like
@@ -43,7 +44,7 @@ from jaxact._plan.mark import CompressedCall, mark, mark_call
 from jaxact._plan.storage import StoragePlan
 from jaxact._policy import Policy
 from jaxact._residual import join_paths, module_path
-from jaxact._trace import Argument, Flat, Static, is_inexact, trace
+from jaxact._trace import Argument, Flat, Static, TraceCache, is_inexact, trace
 
 
 def call_compressed(
@@ -55,6 +56,7 @@ def call_compressed(
     seed: Array,
     *,
     name: object = None,
+    cache: TraceCache | None = None,
 ) -> PyTree:
     """Evaluate `f(*args, **kwargs)` with compressed residuals.
 
@@ -62,9 +64,10 @@ def call_compressed(
       describe: each argument's label and kind.
       seed: uint32 scalar, for the rounding noise.
       name: the class or function that the user compressed, for messages.
+      cache: of `f`'s earlier traces.
     """
     title = getattr(name or f, "__qualname__", str(name or f))
-    flat, values, rebuild = trace(f, args, kwargs, describe)
+    flat, values, rebuild = trace(f, args, kwargs, describe, cache)
     prefix = module_path(source_info_util.current_name_stack())
     report = functools.partial(warn_if_unused, policy, title)
     values = [jnp.asarray(v) if isinstance(v, np.ndarray) else v for v in values]
@@ -144,6 +147,20 @@ class Engine:
             own = draw._replace(seed=salted(draw.seed, "outputs", i))
             outputs.update(zip(numbers, rule(own, values), strict=True))
         return [outputs[i] for i in range(len(outputs))]
+
+    def scan_bodies(self, plans: list[StoragePlan]) -> CompressBody:
+        """Evaluates the bodies of scans, compressed; adds their plans to `plans`."""
+        scans = itertools.count()
+
+        def compress_body(
+            body: Flat, draw: Draw, values: Sequence[Array], scope: str
+        ) -> list[jax.Array]:
+            prefix = join_paths(self.prefix, scope)
+            inner = replace(self, prefix=prefix, report=plans.extend)
+            own = draw._replace(seed=salted(draw.seed, "scan", next(scans)))
+            return inner(body, own, values)
+
+        return compress_body
 
 
 class _Saved(NamedTuple):
@@ -244,22 +261,18 @@ class _Rule:
         self, active: tuple[bool, ...], draw: Draw, values: Sequence[Array]
     ) -> StoragePlan:
         """The plan for these active values, reported with those of scans inside."""
-        flat, engine, nested = self.flat, self.engine, list[StoragePlan]()
-        scans = itertools.count()
-
-        def compress_body(
-            body: Flat, draw: Draw, values: Sequence[Array], scope: str
-        ) -> list[jax.Array]:
-            prefix = join_paths(engine.prefix, scope)
-            inner = replace(engine, prefix=prefix, report=nested.extend)
-            own = draw._replace(seed=salted(draw.seed, "scan", next(scans)))
-            return inner(body, own, values)
-
-        plan = plan_call(
-            flat, engine.policy, engine.prefix, compress_body, active, draw, values
+        engine, flat = self.engine, self.flat.first_alike()
+        key = CallKey(
+            flat,
+            engine.policy,
+            engine.storage,
+            engine.prefix if contains_scan(flat.jaxpr) else None,
+            active,
+            tuple(draw.probe),
         )
-        engine.report([plan, *nested])
-        return plan
+        plans = plan_call(key, engine.prefix, engine.scan_bodies, draw, values)
+        engine.report(plans)
+        return plans[0]
 
 
 def forward_pass(

@@ -139,7 +139,7 @@ def _narrowed(plan: StoragePlan, residuals: Sequence[Atom]) -> StoragePlan:
             replay.append(step)
     for v, norm in plan.normalized.items():
         if v in needed:
-            needed.update((norm.mean, norm.deviation))
+            needed.update(norm.statistics)
     packed = set(plan.packed)
     decisions = {
         v: d for v, d in plan.decisions.items() if v in needed or v not in packed

@@ -66,7 +66,7 @@ def plan_bases(
     normalized = _normalized(bases, decisions, stored)
     decisions |= {v: decisions[v].with_remark(Remark.NORMALIZED) for v in normalized}
     # Encoding needs the statistics too: they are kept, not evaluated again.
-    statistics = [v for n in normalized.values() for v in (n.mean, n.deviation)]
+    statistics = [v for n in normalized.values() for v in n.statistics]
     classes = bases.chooser.classes.with_kept(set(statistics))
     chooser = dataclasses.replace(bases.chooser, classes=classes)
     kept, replayed = chooser.derive([*reading.leaves, *statistics], stored)
@@ -238,7 +238,7 @@ def _normalizing(bases: _Bases, v: Var) -> Normalized | None:
     """The normalization over channels that the program applies to `v`, if exact."""
     norm = bases.norms.normalizing(v)
     is_exact = bases.chooser.classes.is_exact
-    if norm is None or not (is_exact(norm.mean) and is_exact(norm.deviation)):
+    if norm is None or not all(map(is_exact, norm.statistics)):
         return None
     return norm
 

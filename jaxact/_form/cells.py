@@ -181,7 +181,9 @@ def _levels(jaxpr: Jaxpr, depends: Predicate) -> dict[Var, int]:
         if is_member:
             out = eqn.outvars[0]
             level[out] = latest.get(out, level[out])
-        lowest = min((level[v] for v in eqn.outvars), default=0) - (not is_member)
+        if not eqn.outvars:  # a cond whose branches return what they are given
+            continue
+        lowest = min(level[v] for v in eqn.outvars) - (not is_member)
         for v in variables_in(eqn.invars):
             latest[v] = min(latest.get(v, lowest), lowest)
     return level
@@ -230,4 +232,5 @@ def _in_order(steps: Sequence[_Step]) -> list[Eqn]:
             waiting[j] -= 1
             if not waiting[j]:
                 heapq.heappush(ready, (steps[j].number, next(tie), j))
+    assert len(ordered) == len(steps), "cells that need each other"
     return ordered

@@ -39,11 +39,26 @@ class ChannelNorms:
         if len(shape) < 2 or shape[-1] < 2:
             return None
         for centered, mean in self._results(x, "sub"):
+            deviation = self._scaled_by(centered, shape[-1])
+            if deviation is not None:
+                return Normalized(mean, *deviation)
+        deviation = self._scaled_by(x, shape[-1])
+        return None if deviation is None else Normalized(None, *deviation)
+
+    def _scaled_by(self, x: Var, channels: int) -> tuple[Var, bool] | None:
+        """The deviation among the factors of `x`, and if it is inverse.
+
+        A norm written by hand may multiply with the gain before it divides.
+        """
+        todo = [x]
+        while todo:
+            v = todo.pop()
             for name in ("mul", "div"):
-                for _, factor in self._results(centered, name):
-                    deviation = self._deviation(factor, shape[-1])
+                for product, factor in self._results(v, name):
+                    deviation = self._deviation(factor, channels)
                     if deviation is not None:
-                        return Normalized(mean, *deviation)
+                        return deviation
+                    todo.append(product)
         return None
 
     def _results(self, x: Var, name: str) -> Iterator[tuple[Var, Var]]:

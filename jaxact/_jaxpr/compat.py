@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.extend import core as jex
 
 from jaxact._jaxpr.types import Array, Atom, Aval, ClosedJaxpr, Eqn, Jaxpr, Var
 
@@ -22,6 +23,9 @@ HAS_GENERIC_BATCHING = (
 VJP_OPTIONS: dict[str, Any] = {"symbolic_zeros": True} | (
     {"generic_batching": True} if HAS_GENERIC_BATCHING else {}
 )
+
+# The classes of a program; in 0.12 the two are one.
+PROGRAMS = (jex.Jaxpr, getattr(jex, "ClosedJaxpr", jex.Jaxpr))
 
 
 def open_jaxpr(closed: ClosedJaxpr) -> tuple[Jaxpr, Sequence[Array]]:

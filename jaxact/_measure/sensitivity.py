@@ -1,24 +1,25 @@
 """How much rounding each residual adds to the whole gradient, by trying."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 
 from jaxact._bits.cost import Sensitivity
 from jaxact._compress import compress
 from jaxact._decision import Decision
-from jaxact._engine.storage import BackwardProgram, Packed, Probe
-from jaxact._jaxpr.types import Array, PyTree
+from jaxact._engine.storage import BackwardProgram, Packed
+from jaxact._jaxpr.types import PyTree
 from jaxact._measure.census import census
 from jaxact._measure.instrument import Instrument, evaluate_instrumented
+from jaxact._measure.progress import progress
 from jaxact._modules.pure import pure_call
 from jaxact._plan.forward import active_of, with_active
 from jaxact._policy import Policy
-from jaxact._trace import is_array
+from jaxact._trace import Flat, is_array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,9 +69,9 @@ def sensitivity(
 
     (GACT, Liu et al. 2022, arXiv:2206.11357, section 4, which takes 3 gradients at 1
     and 8 bits with the others rounded too). This is one forward and one backward pass
-    for each residual and draw, in one compiled program that holds two gradients. It
+    for each residual and draw, of one compiled program; two gradients are held. It
     works for any architecture and includes bias, and the noise that earlier layers
-    pass on.
+    pass on. Another call with an equal loss and equal shapes compiles nothing.
 
     Nothing is changed: other results from `loss_fn` are dropped, and NNX modules among
     the arguments stay as they are. A small batch will do (GACT: 8).
@@ -106,46 +107,59 @@ def sensitivity(
             "layers with jaxact.compress, or give a policy to compress all of it; "
             "see jaxact.residuals."
         )
-    keys = [r.key for r in rounded]
-
-    def loss(
-        weights: Sequence[jax.Array],
-        values: Sequence[jax.Array],
-        probe: Probe,
-        seed: Array,
-    ) -> jax.Array:
-        inputs = with_active(values, active, weights)
-        out = rebuild(evaluate_instrumented(Switch(), flat, inputs, probe, seed))
-        return _scalar(call.result(out), has_aux)
-
-    @jax.jit
-    def measure(
-        values: list[jax.Array], seeds: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        def gradient(switches: jax.Array, seed: Array) -> list[jax.Array]:
-            probe = dict(zip(keys, switches, strict=True))
-            return jax.grad(loss)(active_of(values, active), values, probe, seed)
-
-        exact = gradient(jnp.zeros(len(keys)), np.uint32(0))
-
-        def error(number: jax.Array) -> jax.Array:
-            rounded_key, draw = number // draws, number % draws
-            switches = (jnp.arange(len(keys)) == rounded_key).astype(jnp.float32)
-            return _distance(gradient(switches, seeds[draw]), exact)
-
-        errors = lax.map(error, jnp.arange(len(keys) * draws))
-        zeros = jax.tree.map(jnp.zeros_like, exact)
-        return _distance(exact, zeros), errors.reshape(len(keys), draws).mean(1)
-
+    outputs: list[Any] = _outputs(flat)
+    program = _Gradient(
+        flat.first_alike(),
+        tuple(active),
+        tuple(r.key for r in rounded),
+        _position(call.result(rebuild(outputs)), outputs, has_aux),
+    )
     key = jax.random.key(0) if key is None else key
     seeds = jax.random.bits(key, (draws,), jnp.uint32)
-    signal, errors = measure(values, seeds)
-    rows = [
-        r.cost(float(e), float(signal)) for r, e in zip(rounded, errors, strict=True)
-    ]
-    return Sensitivity(tuple(rows), float(signal))
+    settings = jnp.eye(len(rounded))
+    exact = _gradient(program, values, jnp.zeros(len(rounded)), seeds[0])
+    signal = float(_size(exact))
+    rows = []
+    for i, residual in enumerate(progress(rounded, "rounding each residual")):
+        gradients = (_gradient(program, values, settings[i], seed) for seed in seeds)
+        errors = [float(_distance(gradient, exact)) for gradient in gradients]
+        rows.append(residual.cost(sum(errors) / draws, signal))
+    return Sensitivity(tuple(rows), signal)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Gradient:
+    """A gradient to compile; equal for equal losses, so that JAX finds it again.
+
+    Attributes:
+      active: whether each value is differentiated.
+      keys: of the residuals that a setting rounds.
+      position: the loss's among the outputs.
+    """
+
+    flat: Flat
+    active: tuple[bool, ...]
+    keys: tuple[str, ...]
+    position: int
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _gradient(
+    program: _Gradient, values: list[jax.Array], settings: jax.Array, seed: jax.Array
+) -> list[jax.Array]:
+    """The gradient with the residuals rounded whose setting is not 0."""
+    probe = dict(zip(program.keys, settings, strict=True))
+
+    def loss(weights: Sequence[jax.Array]) -> jax.Array:
+        inputs = with_active(values, program.active, weights)
+        flat = program.flat
+        outputs = evaluate_instrumented(Switch(), flat, inputs, probe, seed)
+        return outputs[program.position]
+
+    return jax.grad(loss)(active_of(values, program.active))
+
+
+@jax.jit
 def _distance(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> jax.Array:
     """Squared norm of the difference, over all arrays."""
     total = jnp.zeros((), jnp.float32)
@@ -154,13 +168,27 @@ def _distance(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> jax.Array:
     return total
 
 
-def _scalar(loss: PyTree, has_aux: bool) -> PyTree:
+@jax.jit
+def _size(gradient: Sequence[jax.Array]) -> jax.Array:
+    return _distance(gradient, jax.tree.map(jnp.zeros_like, gradient))
+
+
+def _outputs(flat: Flat) -> list[jax.ShapeDtypeStruct]:
+    return [
+        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in flat.jaxpr.outvars
+    ]
+
+
+def _position(
+    loss: PyTree, outputs: Sequence[jax.ShapeDtypeStruct], has_aux: bool
+) -> int:
+    """Which of the outputs the loss is, given the user's result with them in it."""
     loss = loss[0] if has_aux else loss
     is_real = is_array(loss) and jnp.issubdtype(loss.dtype, jnp.floating)
     if not is_real or loss.shape != ():
-        kind = jax.typeof(loss) if is_array(loss) else type(loss).__name__
+        kind = f"{loss.dtype}{list(loss.shape)}" if is_array(loss) else type(loss)
         raise TypeError(
             f"jaxact.sensitivity: a loss that is a real scalar is required, not {kind}."
             " For a function that returns (loss, anything) say has_aux=True."
         )
-    return loss
+    return next(i for i, x in enumerate(outputs) if x is loss)

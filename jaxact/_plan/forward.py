@@ -15,7 +15,8 @@ from jax.extend import core as jex
 
 from jaxact._jaxpr.compat import open_jaxpr
 from jaxact._jaxpr.rewrite import with_outputs
-from jaxact._jaxpr.types import Array, Atom, Eqn, Jaxpr, Var
+from jaxact._jaxpr.types import Array, Atom, ClosedJaxpr, Eqn, Jaxpr, Var
+from jaxact._trace import Static
 
 T = TypeVar("T")
 
@@ -80,6 +81,48 @@ cotangent_p = jex.Primitive("jaxact_cotangent")
 cotangent_p.def_abstract_eval(lambda aval: aval)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Counts:
+    outputs: int
+    residuals: int
+    vjp_tree: Any
+
+
+@dataclasses.dataclass(eq=False)
+class ForwardTrace:
+    """Traces the vjp of `run(seed, *values)` for the active values, and its use.
+
+    JAX finds an earlier trace by the function that is traced, which is this object,
+    and by all that a trace depends on: shapes, meshes, settings.
+
+    Attributes:
+      latest: the last trace, and what was made of it.
+    """
+
+    run: Callable[..., list[Any]]
+    is_active: tuple[bool, ...]
+    latest: tuple[ClosedJaxpr, Forward] | None = None
+
+    def trace(self, seed: Array, values: Sequence[Array]) -> Forward:
+        """The forward program; the same object if JAX has the same trace."""
+        closed, (_, static) = jax.make_jaxpr(self, return_shape=True)(seed, *values)
+        if self.latest is None or self.latest[0] is not closed:
+            self.latest = closed, _forward(closed, static.value)
+        return self.latest[1]
+
+    def __call__(self, seed: Array, *values: Array) -> tuple[list[Any], Static]:
+        """Outputs, residuals and gradients, and how many there are of each."""
+
+        def of_active(*xs: Array) -> list[Any]:
+            return self.run(seed, *with_active(values, self.is_active, xs))
+
+        out, vjp = jax.vjp(of_active, *active_of(values, self.is_active))
+        leaves, tree = jax.tree.flatten(vjp)
+        gradients = jax.tree.leaves(vjp([_cotangent(x) for x in out]))
+        exist = [g for g in gradients if g.dtype != jax.dtypes.float0]
+        return [*out, *leaves, *exist], Static(_Counts(len(out), len(leaves), tree))
+
+
 def trace_forward(
     run: Callable[..., list[Any]],
     seed: Array,
@@ -87,34 +130,23 @@ def trace_forward(
     is_active: Sequence[bool],
 ) -> Forward:
     """Trace the vjp of `run(seed, *values)` for the active values, and its use."""
-    counts: dict[str, int] = {}
-    trees: list[Any] = []
+    return ForwardTrace(run, tuple(is_active)).trace(seed, values)
 
-    def forward(seed: Array, *values: Array) -> list[Any]:
-        def of_active(*xs: Array) -> list[Any]:
-            return run(seed, *with_active(values, is_active, xs))
 
-        out, vjp = jax.vjp(of_active, *active_of(values, is_active))
-        leaves, tree = jax.tree.flatten(vjp)
-        counts.update(outputs=len(out), residuals=len(leaves))
-        trees.append(tree)
-        gradients = jax.tree.leaves(vjp([_cotangent(x) for x in out]))
-        exist = [g for g in gradients if g.dtype != jax.dtypes.float0]
-        return [*out, *leaves, *exist]
-
-    jaxpr, consts = open_jaxpr(jax.make_jaxpr(forward)(seed, *values))
+def _forward(closed: ClosedJaxpr, counts: _Counts) -> Forward:
+    jaxpr, consts = open_jaxpr(closed)
     eqns, outvars = list(jaxpr.eqns), jaxpr.outvars
     is_cotangent = [eqn.primitive is cotangent_p for eqn in eqns]
     end = is_cotangent.index(True) if any(is_cotangent) else len(eqns)
-    stop = counts["outputs"] + counts["residuals"]
+    stop = counts.outputs + counts.residuals
     backward = Backward(
-        tuple(outvars[counts["outputs"] : stop]),
+        tuple(outvars[counts.outputs : stop]),
         tuple(v for eqn in eqns if eqn.primitive is cotangent_p for v in eqn.outvars),
         tuple(eqn for eqn in eqns[end:] if eqn.primitive is not cotangent_p),
         tuple(outvars[stop:]),
     )
     jaxpr = with_outputs(jaxpr, eqns[:end], outvars[:stop])
-    return Forward(jaxpr, tuple(consts), counts["outputs"], trees[0], backward)
+    return Forward(jaxpr, tuple(consts), counts.outputs, counts.vjp_tree, backward)
 
 
 def _cotangent(x: Array) -> Any:

@@ -57,34 +57,40 @@ class Normalized:
     """An exact affine map, one for each element along the last axis, to store through.
 
     Attributes:
-      mean, deviation: variables with as many elements as the last axis.
+      mean, deviation: variables with as many elements as the last axis; no mean for a
+        value that is centered already, or that a norm does not center.
       inverse: whether `deviation` is one over the deviation.
     """
 
-    mean: Var
+    mean: Var | None
     deviation: Var
     inverse: bool
 
+    @property
+    def statistics(self) -> list[Var]:
+        """The variables that the map is made of."""
+        return [v for v in (self.mean, self.deviation) if v is not None]
+
     def apply(self, x: jax.Array, env: Env) -> jax.Array:
         """The normalized array to store for `x`, in float32 or wider."""
-        mean, scale = self._statistics(x, env)
-        x = x.astype(mean.dtype) - mean
+        *mean, scale = self._arrays(x, env)
+        x = x.astype(scale.dtype)
+        x = x - mean[0] if mean else x
         return x * scale if self.inverse else x / scale
 
     def undo(self, stored: jax.Array, env: Env, dtype: Dtype) -> jax.Array:
         """`x`, given its normalized array."""
-        mean, scale = self._statistics(stored, env)
+        *mean, scale = self._arrays(stored, env)
         x = stored / scale if self.inverse else stored * scale
-        return (x + mean).astype(dtype)
+        return (x + mean[0] if mean else x).astype(dtype)
 
     def stored_dtype(self, dtype: Dtype) -> Dtype:
         """The normalized array's dtype."""
         return np.promote_types(dtype, np.float32)
 
-    def _statistics(self, x: jax.Array, env: Env) -> list[jax.Array]:
+    def _arrays(self, x: jax.Array, env: Env) -> list[jax.Array]:
         shape, dtype = (1,) * (x.ndim - 1) + x.shape[-1:], self.stored_dtype(x.dtype)
-        values = (env[self.mean], env[self.deviation])
-        return [v.reshape(shape).astype(dtype) for v in values]
+        return [env[v].reshape(shape).astype(dtype) for v in self.statistics]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -98,6 +104,7 @@ class StoragePlan:
       all_decisions: about every residual, for reports.
       policy: that decided.
       normalized: the map that a variable is stored through, for some in `decisions`.
+      origin: kept alive, so that equal calls find it.
     """
 
     forward: Forward
@@ -107,6 +114,7 @@ class StoragePlan:
     all_decisions: tuple[Decision, ...]
     policy: Policy
     normalized: dict[Var, Normalized] = dataclasses.field(default_factory=dict)
+    origin: object = None
 
     @property
     def exact(self) -> list[Var]:

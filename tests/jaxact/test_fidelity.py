@@ -336,3 +336,27 @@ def test_an_equation_without_results_is_no_statistic():
     w = jnp.eye(D)
     assert same_bits(jax.jit(small)(w, X), jax.jit(printing)(w, X))
     jax.grad(lambda w: small(w, X).sum())(w)
+
+
+def norm_with_the_gain_first(x, gain):
+    centered = x - x.mean(0, keepdims=True)
+    return gain * centered * jax.lax.rsqrt(x.var(0, keepdims=True) + 1e-5)
+
+
+def test_a_channel_without_variance_in_a_norm_that_multiplies_with_the_gain_first():
+    """Its inverse deviation is 316: noise in x itself was 3 times the gradient."""
+    x = jnp.where(jnp.arange(D)[None] % 4 > 0, X, 0.0)
+    gain = jnp.ones((1, D))
+    error = gradient_error(norm_with_the_gain_first, x, gain, policy=Policy(bits=8))
+    assert error < 1e-2  # 8 bits of a range of some 5 deviations: 0.6 %
+
+
+def test_a_branch_without_results_reads_a_value():
+    """The equations that computed it were dropped: a KeyError."""
+
+    def f(x):
+        y = jax.lax.rsqrt(x * x + 0.5)
+        z = y * y.astype(jnp.float8_e4m3fn).astype(jnp.float32)
+        return jax.lax.cond(y[0, 0] > 0, lambda _: z, lambda _: z, y)
+
+    assert gradient_error(f, X, policy=Policy(bits=8)) < 1e-2

@@ -6,6 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 import jaxact
 from jaxact import (
@@ -20,7 +21,7 @@ from jaxact import (
     Rule,
     Sensitivity,
 )
-from jaxact.policies import acgc, actnn, division, gact
+from jaxact.policies import acgc, actnn, by_name, division, gact
 
 PRESETS = {
     **{f"actnn({n})": (actnn, n) for n in range(6)},
@@ -205,3 +206,31 @@ def test_exact_residuals_of_measured_levels():
     measured = measurement(rows | {"a": math.inf})
     assert actnn(3, measured=measured).rules[0].action == Exact()
     assert actnn(4, measured=measured).rules[0].action == Offload(Exact())
+
+
+def named(p, x):
+    q = checkpoint_name(x @ p["first"], "q")
+    k = checkpoint_name(jnp.sin(q) @ p["second"], "k")
+    v = checkpoint_name(jnp.sin(k) @ p["first"], "v")
+    return jnp.sin(checkpoint_name(jnp.sin(v) @ p["second"], "o")).sum()
+
+
+def test_names_with_words_for_actions():
+    words = {"q": "compress", "k": "compress:2", "v": "device", "o": "remat"}
+    policy = by_name(words, bits=3)
+    p = {n: jax.random.normal(jax.random.key(0), (64, 64)) for n in ("first", "second")}
+    x = jax.random.normal(jax.random.key(1), (128, 64))
+    small = jaxact.compress(named, policy=policy, activations="x")
+    rows = {row.name: row for row in jaxact.residuals(small, p, x).rows if row.name}
+    assert {name: row.action for name, row in rows.items()} == {
+        "q": Quantize(3),
+        "k": Quantize(2),
+        "v": Exact(),
+    }
+    assert by_name({"q": Quantize(3)}).rules == by_name({"q": "compress:3"}).rules
+
+
+@pytest.mark.parametrize("word", ["zip", "compress:", "compress:x", "compress2", ""])
+def test_another_word_is_refused(word):
+    with pytest.raises(ValueError, match="'q' has .*device, offload, remat, compress"):
+        by_name({"q": word})

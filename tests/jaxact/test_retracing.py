@@ -1,0 +1,182 @@
+"""A compressed function is traced again when, and only when, its trace may differ."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxact
+
+pytestmark = pytest.mark.unoptimized
+
+W = jax.random.normal(jax.random.key(0), (16, 16)) / 8
+X = jax.random.normal(jax.random.key(1), (32, 16))
+
+scale = 1.0
+table = W
+
+
+def helper(x):
+    return jnp.tanh(x * scale)
+
+
+def gradient(f, *args, **kwargs):
+    return jax.grad(lambda w, *args: f(w, *args, **kwargs).sum())(*args)
+
+
+def counted(f):
+    """`f`, compressed, and the list that grows by one with each trace."""
+    traces = 0
+
+    def traced(*args, **kwargs):
+        nonlocal traces
+        traces += 1
+        return f(*args, **kwargs)
+
+    return jaxact.compress(traced), lambda: traces
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    bits: int
+
+
+CALLS = {
+    "arrays": (lambda w, x: jax.nn.gelu(x @ w), {}),
+    "calls another function": (lambda w, x: helper(x @ w), {}),
+    "an option": (lambda w, x, mode: helper(x @ w) if mode else x, {"mode": "a"}),
+    "a frozen dataclass": (lambda w, x, c: helper(x @ w) * c.bits, {"c": Config(3)}),
+    "partial": (functools.partial(lambda p, w, x: p * jnp.sin(x @ w), 2.0), {}),
+    "jitted": (jax.jit(lambda w, x: jnp.exp(helper(x @ w))), {}),
+    "closed over array": (lambda w, x: jax.nn.relu(x @ w @ table), {}),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_equal_eager_calls_are_traced_once(case):
+    f, kwargs = CALLS[case]
+    small, traces = counted(f)
+    first = gradient(small, W, X, **kwargs)
+    for _ in range(3):
+        np.testing.assert_array_equal(gradient(small, W, X, **kwargs), first)
+    assert traces() == 1
+    with jax.default_matmul_precision("float32"):
+        gradient(small, W, X, **kwargs)
+    assert traces() == 2
+
+
+def exact(f):
+    return jaxact.compress(f, policy=jaxact.Policy(default=jaxact.Exact()))
+
+
+@pytest.fixture
+def follow():
+    """Compare a function with its compressed one, before and after a change."""
+    made = {}
+
+    def compare(f):
+        small = made.setdefault(f, exact(f))
+        np.testing.assert_allclose(gradient(small, W, X), gradient(f, W, X), rtol=1e-6)
+
+    return compare
+
+
+def test_rebound_global(follow, monkeypatch):
+    f = lambda w, x: helper(x @ w)
+    follow(f)
+    monkeypatch.setitem(globals(), "scale", 2.0)
+    follow(f)
+    monkeypatch.setitem(globals(), "helper", jnp.sin)
+    follow(f)
+
+
+def test_rebound_array(follow, monkeypatch):
+    f = lambda w, x: jnp.sin(x @ w @ table)
+    follow(f)
+    monkeypatch.setitem(globals(), "table", 2 * W)
+    follow(f)
+
+
+def test_change_in_place(follow):
+    weights = [W]
+    f = lambda w, x: jnp.sin(x @ w @ weights[0])
+    follow(f)
+    weights[0] = 2 * W
+    follow(f)
+
+
+def test_variable_of_a_closure(follow):
+    factor = 1.0
+
+    def f(w, x):
+        return jnp.sin(x @ w * factor)
+
+    follow(f)
+    factor = 3.0
+    follow(f)
+    factor = np.float32(3.5)
+    follow(f)
+
+
+def test_attribute(follow):
+    class Net:
+        factor = 1.0
+
+        def __call__(self, w, x):
+            return jnp.sin(x @ w * self.factor)
+
+    net = Net()
+    method, closure = net.__call__, lambda w, x: net(w, x)
+    for f in (method, closure):
+        follow(f)
+    net.factor = 2.0
+    for f in (method, closure):
+        follow(f)
+
+
+def test_signs_and_types_of_constants():
+    small = exact(lambda w, x, c: jnp.arctan2(x @ w * 0.0, c))
+    for c in (1.0, -1.0, 0.0, -0.0, 1):
+        f = lambda w, x, c: jnp.arctan2(x @ w * 0.0, c)
+        np.testing.assert_array_equal(
+            gradient(small, W, X, c=c), gradient(f, W, X, c=c)
+        )
+        np.testing.assert_array_equal(small(W, X, c=c), f(W, X, c=c))
+
+
+def test_static_argument_changed_in_place():
+    options = {"factor": 1.0}
+
+    def f(w, x, options):
+        return jnp.sin(x @ w * options["factor"])
+
+    small = jaxact.compress(f, static_argnums="options")
+    one = small(W, X, options)
+    options["factor"] = 2.0
+    np.testing.assert_array_equal(small(W, X, options), f(W, X, options))
+    assert not jnp.array_equal(one, small(W, X, options))
+
+
+def test_random_numbers_of_numpy():
+    small = jaxact.compress(lambda w, x: jnp.sin(x @ w * np.random.rand()))
+    assert not jnp.array_equal(small(W, X), small(W, X))
+
+
+def test_no_tracer_is_kept():
+    """A function that closes over a tracer, called in two traces."""
+    captured = None
+    small = jaxact.compress(lambda w, x: jnp.sin(x @ w * captured))
+
+    @jax.jit
+    def loss(scale, w):
+        nonlocal captured
+        captured = scale
+        return small(w, X).sum()
+
+    first = jax.grad(loss)(2.0, W)
+    captured = None
+    jax.clear_caches()
+    np.testing.assert_array_equal(jax.grad(loss)(2.0, W), first)
