@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-TARGETS = ("a100", "h100", "h200", "b200")
+TARGETS = ("t4", "l4", "a10g", "rtx4090", "a100", "h100", "h200", "b200")
 
 
 def parser(doc: str | None, policies: Iterable[str]) -> argparse.ArgumentParser:

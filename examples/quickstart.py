@@ -4,12 +4,13 @@
   python examples/quickstart.py --data cifar10.npz  your images; see examples/data.py
 
 Both networks start from the same parameters and see the same batches in the same
-order. The table at the end compares accuracy, residuals, compiled memory, step time.
+order. The tables at the end compare accuracy, step time, residuals, compiled memory.
 """
 
 import argparse
 import statistics
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -109,61 +110,33 @@ def train(trainers: dict[str, Trainer], images: data.Images, options: Any) -> di
     return states
 
 
-def compiled_temp(step: Any, arguments: tuple, target: str | None) -> int | None:
-    """Bytes the compiled step allocates; None where its compiler is not installed."""
-    try:
-        return jaxact.memory(step, *arguments, target=target).temp_bytes
-    except ImportError:
-        return None
-
-
-def measure(trainer: Trainer, state: State, images: data.Images, batch_size: int):
-    """The report's numbers for one network, from the very step that was trained."""
-    batch = images.train_images[:batch_size], images.train_labels[:batch_size]
-    arguments = state.params, state.batch_stats, *batch
-    return {
-        "accuracy": trainer.accuracy(state, images.test_images, images.test_labels),
-        "residuals": jaxact.residuals(trainer.loss, *arguments).stored_bytes,
-        "here": compiled_temp(trainer.step, (state, *batch), None),
-        "h100": compiled_temp(trainer.step, (state, *batch), "h100"),
-        "seconds": statistics.median(trainer.seconds[1:]),  # the first one compiles
+def scores(
+    trainers: dict[str, Trainer], states: dict[str, State], images: data.Images
+) -> Table:
+    """Test accuracy, and the time of a step relative to the first network's."""
+    table = Table("", "test accuracy", "step", box=None)
+    times = {  # the first step compiles
+        name: statistics.median(trainer.seconds[1:])
+        for name, trainer in trainers.items()
     }
-
-
-def table_of(found: dict[str, dict[str, Any]], title: str) -> Table:
-    """One row a network; times relative to the first."""
-    mib = lambda size: "-" if size is None else f"{size / 2**20:.1f} MiB"
-    here = f"temp, {jax.devices()[0].device_kind}"
-    table = Table(title=title)
-    table.add_column("", no_wrap=True)
-    for column in ("test accuracy", "residuals", here, "temp, H100", "step"):
-        table.add_column(column, justify="right")
-    reference = next(iter(found.values()))["seconds"]
-    for name, row in found.items():
-        table.add_row(
-            name,
-            f"{row['accuracy']:.1%}",
-            mib(row["residuals"]),
-            mib(row["here"]),
-            mib(row["h100"]),
-            f"{row['seconds'] / reference:.2f}x",
-        )
+    reference = next(iter(times.values()))
+    for name, trainer in trainers.items():
+        right = trainer.accuracy(states[name], images.test_images, images.test_labels)
+        table.add_row(name, f"{right:.1%}", f"{times[name] / reference:.2f}x")
     return table
 
 
-def notes(found: dict[str, dict[str, Any]]) -> str:
-    """The conditions of the measurement."""
-    lines = [f"JAX {jax.__version__}; steps timed alternately, median."]
-    if any(row["h100"] is None for row in found.values()):
-        lines.append(
-            'temp on an H100, with none attached: pip install "jaxact[targets]"'
-        )
-    if jax.__version_info__ < (0, 11) and jax.default_backend() == "cpu":
-        lines.append(
-            "JAX 0.10 drops optimization barriers on the CPU, so this CPU's column\n"
-            "shows little of the saving; an H100's, and JAX 0.12's, show all of it."
-        )
-    return "\n".join(lines)
+def compiled(
+    trainers: dict[str, Trainer], arguments: tuple, target: str | None
+) -> jaxact.Comparison | str:
+    """The very steps that were trained, compiled for a target; a text if that fails."""
+    steps = {name: trainer.step for name, trainer in trainers.items()}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", jaxact.CompressionWarning)  # in the table
+            return jaxact.compare(steps, *arguments, target=target)
+    except ImportError:
+        return 'the same for an H100, with none attached: pip install "jaxact[targets]"'
 
 
 def main() -> None:
@@ -171,7 +144,9 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="an .npz; see examples/data.py")
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--bits", type=int, default=4, help="per stored value, 1 to 8")
+    parser.add_argument(
+        "--bits", type=int, default=4, choices=range(1, 9), help="per stored value"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--channels", type=int, nargs="+", default=[16, 32, 64], help="of each stage"
@@ -203,14 +178,16 @@ def main() -> None:
     states = train(trainers, images, options)
 
     console = Console()
-    with console.status("measuring memory"):
-        found = {
-            name: measure(trainer, states[name], images, options.batch)
-            for name, trainer in trainers.items()
-        }
     title = f"{images.name}: {options.epochs} epochs, batch {options.batch}"
-    console.print(table_of(found, title))
-    console.print(notes(found), style="dim", markup=False, highlight=False)
+    console.print(f"{title}, JAX {jax.__version__}; steps in turns, median")
+    console.print(scores(trainers, states, images))
+    batch = images.train_images[: options.batch], images.train_labels[: options.batch]
+    arguments = next(iter(states.values())), *batch
+    for target, device in (None, jax.devices()[0].device_kind), ("h100", "an H100"):
+        console.print(f"\ncompiled for {device}:")
+        with console.status("compiling"):
+            table = compiled(trainers, arguments, target)
+        console.print(table, highlight=False)
 
 
 if __name__ == "__main__":

@@ -32,13 +32,22 @@ from jaxact._measure import (
     sensitivity as sensitivity,
     telemetry as telemetry,
 )
-from jaxact._memory import Memory as Memory, memory as memory
+from jaxact._memory import (
+    Live as Live,
+    LiveArray as LiveArray,
+    Memory as Memory,
+    live as live,
+    memory as memory,
+)
 from jaxact._policy import Policy as Policy, Rule as Rule
 from jaxact._report import (
+    ComparedStep as ComparedStep,
+    Comparison as Comparison,
     ModuleRow as ModuleRow,
     ModuleTable as ModuleTable,
     ResidualRow as ResidualRow,
     ResidualTable as ResidualTable,
+    compare as compare,
     residuals as residuals,
 )
 from jaxact._residual import Residual as Residual

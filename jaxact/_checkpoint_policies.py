@@ -7,13 +7,14 @@ from typing import Any
 from jax import core
 
 from jaxact._jaxpr.types import Primitive
+from jaxact._saved import Saved
 
 # The `checkpoint_name` of every array that a compressed call stores.
 PACKED_NAME = "jaxact_packed"
 
 
 @dataclasses.dataclass(frozen=True)
-class SavePacked:
+class SavePacked(Saved):
     """A `jax.checkpoint` policy that saves the arrays compressed calls inside stored.
 
     `jax.checkpoint(f, policy=jaxact.policies.save_packed)` keeps the packed residuals
@@ -32,7 +33,7 @@ save_packed = SavePacked()
 
 
 @dataclasses.dataclass(frozen=True)
-class SaveEither:
+class SaveEither(Saved):
     """Save (or offload) the values that `first` does, and save those of `second`."""
 
     first: Callable[..., Any]

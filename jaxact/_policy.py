@@ -14,6 +14,7 @@ from jaxact._codec import Action, Bias, Bitmask, Exact, Offload, Quantize
 from jaxact._codec.checks import checked_bits, checked_dtype, checked_int
 from jaxact._decision import Decision, Reason
 from jaxact._residual import Residual
+from jaxact._saved import Saved
 
 # The smallest residuals that together have at most this part of all elements stay
 # exact: they cost under 1 % of the uncompressed bytes, and an eighth of those stored at
@@ -53,7 +54,7 @@ def small_size(sizes: Iterable[int]) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
+class Rule(Saved):
     """Apply `action` to the residuals that meet every given condition.
 
     Attributes:
@@ -139,7 +140,7 @@ class Rule:
 
 
 @dataclasses.dataclass(frozen=True)
-class Policy:
+class Policy(Saved):
     """Which action keeps which residual.
 
     The first rule that matches decides. A residual that no rule matches goes to

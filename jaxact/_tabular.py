@@ -3,15 +3,26 @@
 import abc
 import dataclasses
 import html
+import itertools
+import shutil
+import textwrap
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+
+from jaxact._saved import Saved
 
 if TYPE_CHECKING:
-    from rich.console import Group
+    from rich.console import Console, ConsoleOptions, RenderResult
     from treescope.renderers import TreescopeSubtreeRenderer
     from treescope.rendering_parts import RenderableAndLineAnnotations
 
 R = TypeVar("R")
+_LEFT = ' style="text-align:left"'
+
+# Text columns get no narrower than this; a table with many can then exceed its width.
+_NARROWEST = 10
+# A row below this part of a table's bytes is folded together with the others.
+SMALL_SHARE = 0.01
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +32,7 @@ class Column(Generic[R]):
     Attributes:
       title: its first line.
       cell: the text that a row has in it.
-      is_number: whether it is aligned to the right.
+      is_number: whether it is aligned to the right, and never broken into lines.
     """
 
     title: str
@@ -29,48 +40,81 @@ class Column(Generic[R]):
     is_number: bool = False
 
 
-class Tabular(abc.ABC):
+Columns: TypeAlias = Sequence[Column[Any]]
+
+
+class Tabular(Saved, abc.ABC):
     """A value with a table and a summary; empty columns are left out.
 
-    HTML has no colors or styles, so that it takes the page's.
+    Printed, it takes the width of the terminal (80 columns where there is none). HTML
+    has no colors or fonts, so that it takes the page's; it scrolls sideways.
     """
 
     @abc.abstractmethod
-    def _table(self) -> tuple[Sequence[Column[Any]], Sequence[object]]:
+    def _table(self) -> tuple[Columns, Sequence[object]]:
         """The columns, and the rows that their cells are read from."""
+
+    def _brief(self) -> tuple[Columns, Sequence[object]]:
+        """The columns and rows shown by default: those that fit a terminal."""
+        return self._table()
 
     @abc.abstractmethod
     def summary(self) -> str:
         """The lines below the table."""
 
-    def __str__(self) -> str:
-        lines = _aligned(*_text(*self._table()))
-        return "\n".join([*lines, self.summary()]).rstrip()
+    def text(self, *, full: bool = False, width: int | None = None) -> str:
+        """The table and its summary.
 
-    def __rich__(self) -> "Group":
-        from rich.console import Group
-        from rich.table import Table
-        from rich.text import Text
+        Args:
+          full: every column and every row, in lines as long as they need.
+          width: the length of a line; None: the terminal's.
+        """
+        if full:
+            lines = _aligned(*_text(*self._table()))
+            return "\n".join([*lines, self.summary()]).rstrip()
+        width = width or shutil.get_terminal_size().columns
+        lines = _aligned(*_fitted(*_text(*self._brief()), width))
+        for line in self.summary().splitlines():
+            lines += textwrap.wrap(line, width) or [""]
+        return "\n".join(lines).rstrip()
 
-        columns, rows = _text(*self._table())
-        table = Table()
-        for column in columns:
-            side = "right" if column.is_number else "left"
-            table.add_column(column.title, justify=side, overflow="fold")
-        for row in rows:
-            table.add_row(*map(Text, row))
-        return Group(table, Text(self.summary()))
+    def html(self, *, full: bool = False) -> str:
+        """The same as HTML.
 
-    def _repr_html_(self) -> str:
+        Args:
+          full: every column and every row.
+        """
+        columns, rows = _text(*(self._table() if full else self._brief()))
+
         def line(cells: Sequence[str], tag: str) -> str:
-            marked = "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells)
-            return f"<tr>{marked}</tr>"
+            marked = (
+                f"<{tag}{'' if column.is_number else _LEFT}>{html.escape(cell)}</{tag}>"
+                for column, cell in zip(columns, cells, strict=True)
+            )
+            return f"<tr>{''.join(marked)}</tr>"
 
-        columns, rows = _text(*self._table())
         head = line([column.title for column in columns], "th")
         body = "".join(line(row, "td") for row in rows)
         foot = html.escape(self.summary()).replace("\n", "<br>")
-        return f"<table>{head}{body}</table><p>{foot}</p>"
+        return (
+            f'<div style="overflow-x:auto"><table>{head}{body}</table></div>'
+            f"<p>{foot}</p>"
+        )
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def _repr_html_(self) -> str:
+        return self.html()
+
+    def __rich_console__(
+        self, console: "Console", options: "ConsoleOptions"
+    ) -> "RenderResult":
+        from rich.text import Text
+
+        head, _, body = self.text(width=options.max_width).partition("\n")
+        yield Text(head, style="bold", overflow="fold")
+        yield Text(body, overflow="fold")
 
     def __treescope_repr__(
         self, path: str | None, subtree_renderer: "TreescopeSubtreeRenderer"
@@ -108,7 +152,7 @@ def bytes_text(number: float) -> str:
 
 
 def _text(
-    columns: Sequence[Column[Any]], rows: Sequence[object]
+    columns: Columns, rows: Sequence[object]
 ) -> tuple[list[Column[Any]], list[tuple[str, ...]]]:
     """The columns in which some row has text, and each row's text."""
     cells = [[column.cell(row) for row in rows] for column in columns]
@@ -117,16 +161,58 @@ def _text(
     return [columns[i] for i in kept], list(texts)
 
 
-def _aligned(
-    columns: Sequence[Column[Any]], rows: Sequence[Sequence[str]]
-) -> list[str]:
+def _fitted(
+    columns: Columns, rows: Sequence[Sequence[str]], width: int
+) -> tuple[Columns, list[Sequence[str]]]:
+    """The rows, with text broken into lines where a table is wider than `width`."""
+    widths = _widths(columns, rows)
+    while sum(widths) + 2 * (len(widths) - 1) > width:
+        narrower = [
+            [*widths[:i], widths[i] - 1, *widths[i + 1 :]]
+            for i, column in enumerate(columns)
+            if not column.is_number and widths[i] > _NARROWEST
+        ]
+        if not narrower:
+            break
+        widths = min(narrower, key=lambda w: (_height(rows, w), max(w)))
+    lines: list[Sequence[str]] = []
+    for row in rows:
+        cells = [_broken(cell, size) for cell, size in zip(row, widths, strict=True)]
+        lines += itertools.zip_longest(*cells, fillvalue="")
+    return columns, lines
+
+
+def _height(rows: Sequence[Sequence[str]], widths: Sequence[int]) -> int:
+    """The number of lines that the rows take."""
+    return sum(
+        max(len(_broken(cell, size)) for cell, size in zip(row, widths, strict=True))
+        for row in rows
+    )
+
+
+def _broken(cell: str, width: int) -> list[str]:
+    """A cell's lines: broken after a space or '/', else after '_', else anywhere."""
+    lines = []
+    while len(cell) > width:
+        line = cell[:width]
+        end = max(map(line.rfind, " /")) + 1 or line.rfind("_") + 1 or width
+        lines.append(cell[:end].rstrip())
+        cell = cell[end:]
+    return [*lines, cell]
+
+
+def _widths(columns: Columns, rows: Sequence[Sequence[str]]) -> list[int]:
     lines = [[column.title for column in columns], *rows]
-    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    return [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+
+
+def _aligned(columns: Columns, rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = _widths(columns, rows)
     sides = [str.rjust if column.is_number else str.ljust for column in columns]
     return [
         "  ".join(
             side(cell, width)
             for side, cell, width in zip(sides, line, widths, strict=True)
         ).rstrip()
-        for line in lines
+        for line in [[column.title for column in columns], *rows]
     ]

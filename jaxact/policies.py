@@ -32,6 +32,7 @@ from jaxact._codec import (
 )
 from jaxact._policy import Policy, Rule
 from jaxact._residual import Residual
+from jaxact._saved import Saved
 
 __all__ = [
     "PACKED_NAME",
@@ -51,7 +52,7 @@ __all__ = [
 
 
 @dataclasses.dataclass(frozen=True)
-class IsNormalized:
+class IsNormalized(Saved):
     """Whether a residual is stored through a normalization, such as BatchNorm's."""
 
     def __call__(self, residual: Residual) -> bool:

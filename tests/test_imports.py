@@ -9,6 +9,7 @@ from test_layout import CORE, KERNELS, files
 # The rooms of jaxact, from the ground up: each imports from those before it alone.
 FLOORS = [
     "_jaxpr",
+    "_saved",
     "_codec",
     "_residual",
     "_decision",

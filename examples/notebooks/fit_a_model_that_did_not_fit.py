@@ -43,6 +43,7 @@ from pydoc_data.topics import topics
 import jax.numpy as jnp
 import numpy as np
 import optax
+from IPython.display import display
 from jax import lax
 from matplotlib import pyplot as plt
 
@@ -178,13 +179,13 @@ packed_loss = functools.partial(loss, ways["jaxact, 4 bits"], dtype)
 jaxact.residuals(packed_loss, state[0], batch_of(16, length), argnums=0)
 
 # %% [markdown]
-# Is anything computed twice? Count the matrix products in the traced step. (The body of
-# the scan counts once; in every row the attention is recomputed.)
+# The steps side by side. Is anything computed twice? The column `products` counts the
+# matrix products. (In every row the attention is recomputed.)
 
 # %%
-for name, way in ways.items():
-    program = str(jax.make_jaxpr(step_of(way, dtype))(state, batch_of(16, length)))
-    print(f"{name:28}{program.count('dot_general[')} matrix products")
+steps = {name: step_of(way, dtype) for name, way in ways.items()}
+compared = jaxact.compare(steps, state, batch_of(16, length))
+display(compared)
 
 # %% [markdown]
 # ## The largest batch
@@ -197,14 +198,13 @@ for name, way in ways.items():
 mib = 2**20
 device = jax.devices()[0]
 budget = 0.9 * device.memory_stats()["bytes_limit"] if on_gpu else 32 * mib
-tried = {name: {} for name in ways}
+tried = {row.name: {16: row.memory.peak_bytes} for row in compared.rows}
 
 
 def peak(name, batch):
     """Bytes of a compiled training step: state, temporary memory and output."""
     if batch not in tried[name]:
-        step = step_of(ways[name], dtype)
-        memory = jaxact.memory(step, state, batch_of(batch, length))
+        memory = jaxact.memory(steps[name], state, batch_of(batch, length))
         tried[name][batch] = memory.peak_bytes
     return tried[name][batch]
 
@@ -251,12 +251,11 @@ for name, batch in largest.items():
 way = "jaxact, 4 bits"
 batch = largest[way]
 rng = np.random.default_rng(0)
-step = step_of(ways[way], dtype)
 losses = []
 for _ in range(15):
     starts = rng.integers(len(characters) - length, size=(batch, 1))
     sentences = characters[starts + np.arange(length + 1)].astype(np.int32)
-    state, value = step(state, sentences)
+    state, value = steps[way](state, sentences)
     losses.append(float(value))
 
 figure, axis = plt.subplots(figsize=(7, 2.5))
@@ -274,7 +273,7 @@ if on_gpu:
 # with the layers of GPT-2 medium and batch 16, in bfloat16; compiling takes a minute.
 
 # %% tags=["parameters"]
-target = "h100"  # or "a100", "h200", "b200"; None: the device at hand
+target = "h100"  # or "t4", "l4", "RTX 4090", "a100", ...; None: the device at hand
 
 # %%
 chosen = "uncompressed", "checkpoint", "jaxact, 2 bits", "jaxact, 4 bits + checkpoint"
@@ -287,17 +286,13 @@ if target is not None:
 
 if target is None:
     print(f"\nthe model above at batch 16, on {device.device_kind}")
-    there = {name: tried[name][16] for name in chosen}
+    there = jaxact.Comparison(tuple(compared[name] for name in chosen))
 else:
     print(f"the layers of GPT-2 medium, batch 16, on {target}")
     medium = jax.eval_shape(lambda: start(24, 1024, 16, 1024))
-    there = {}
-    for name in chosen:
-        step = step_of(ways[name], jnp.bfloat16)
-        memory = jaxact.memory(step, medium, batch_of(16, 1024), target=target)
-        there[name] = memory.peak_bytes
-for name, found in there.items():
-    print(f"{name:28}{found / mib:10,.0f} MiB")
+    steps = {name: step_of(ways[name], jnp.bfloat16) for name in chosen}
+    there = jaxact.compare(steps, medium, batch_of(16, 1024), target=target)
+display(there)
 
 # %% [markdown]
 # ## Which one?

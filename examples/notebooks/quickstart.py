@@ -172,8 +172,9 @@ print(f"in all {plain_bytes / mib:.1f} and {packed_bytes / mib:.1f} MiB:", end="
 print(f"{plain_bytes / packed_bytes:.1f} times less")
 
 # %% [markdown]
-# And how: `exact` is bytes before, `stored` bytes after compressing. *Unbiased* means
-# that rounding adds noise to the gradients and nothing else.
+# And how: `exact` is bytes before, `stored` bytes after compressing. `text(full=True)`
+# has every row, with its source line and its bias: *unbiased* means that rounding
+# adds noise to the gradients and nothing else.
 
 # %%
 one = Net(jaxact.compress(Block), depth=1)
@@ -205,10 +206,11 @@ print(jaxact.residuals(loss, small, x, argnums=0).summary())
 # ## The memory of the compiled step
 #
 # The sums above are of arrays. The memory of the compiled step decides, so ask the
-# compiler; nothing runs. `jax.checkpoint` (in Linen `nn.remat`) keeps only the input of
-# each block and computes the block again in the backward pass. jaxact computes no
-# matrix product twice. (On a CPU take JAX 0.11 or later: 0.10 drops the barriers that
-# make the saving real.)
+# compiler; nothing runs. `temp` is the temporary memory of the step, `products` are the
+# matrix products that it computes. `jax.checkpoint` (in Linen `nn.remat`) keeps only
+# the input of each block and computes the block again in the backward pass. jaxact
+# computes no matrix product twice. (On a CPU take JAX 0.11 or later: 0.10 drops the
+# barriers that make the saving real.)
 
 # %%
 optimizer = optax.adam(1e-3)
@@ -234,16 +236,7 @@ steps = {
     "jaxact, 2 bits": step_of(Net(jaxact.compress(Block, policy=two_bits))),
 }
 state = params, optimizer.init(params)
-temp = {
-    name: jaxact.memory(step, state, images, labels).temp_bytes / mib
-    for name, step in steps.items()
-}
-figure, axis = plt.subplots(figsize=(7, 2.2))
-axis.bar_label(axis.barh(list(temp), list(temp.values())), fmt="%.1f", padding=3)
-axis.invert_yaxis()
-axis.margins(x=0.1)
-axis.set_xlabel("temporary memory of a compiled training step, MiB")
-plt.show()
+jaxact.compare(steps, state, images, labels)
 
 # %% [markdown]
 # ## Training, with and without, side by side

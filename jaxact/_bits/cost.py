@@ -9,8 +9,8 @@ arXiv:2206.11357). Residuals are rounded independently, so their variances add u
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
 
+from jaxact._saved import Saved
 from jaxact._tabular import Column, Tabular
 
 # Rounding normal values to b bits, in groups of 256 with range R, adds this multiple of
@@ -40,7 +40,7 @@ def levels_variance(bits: int | str) -> float:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cost:
+class Cost(Saved):
     """The gradient variance that storing one residual adds.
 
     Attributes:
@@ -165,19 +165,6 @@ class Sensitivity(Tabular):
         unmeasured = tuple(key for key in rowless if key not in rows)
         signal = mean(self.signal, other.signal)
         return Sensitivity(tuple(rows.values()), signal, unmeasured)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain numbers and strings, ready for JSON; None where not finite."""
-        plain = lambda v: None if isinstance(v, float) and not math.isfinite(v) else v
-        rows = [
-            {name: plain(value) for name, value in dataclasses.asdict(row).items()}
-            for row in self.rows
-        ]
-        return {
-            "rows": rows,
-            "signal": plain(self.signal),
-            "unmeasured": list(self.unmeasured),
-        }
 
     def summary(self) -> str:
         """The keys that were not measured."""

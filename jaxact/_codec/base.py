@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from jaxact._saved import Saved
+
 Stored = TypeVar("Stored")
 
 
@@ -27,7 +29,7 @@ class Bias(enum.StrEnum):
     BIASED = "biased"  # something nonlinear is computed from rounded values
 
 
-class Action(abc.ABC):
+class Action(Saved, abc.ABC):
     """How one residual is kept from forward to backward.
 
     An action is a value: frozen, hashable, equal by its fields. It is either a `Codec`

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, TypeVar
 import jax
 import numpy as np
 from jax.experimental import topologies
-from jax.stages import Compiled
+from jax.stages import Compiled, Traced
 
 from jaxact._memory.targets import gpu_of
 
@@ -23,20 +23,39 @@ def compile_step(
     args: Sequence[object],
     kwargs: dict[str, Any],
     target: str | None,
+    options: dict[str, Any] | None = None,
 ) -> Compiled:
     """Compile `step(*args, **kwargs)` for a target, or for the local backend.
 
-    A jitted step keeps its options; another is jitted first.
+    A jitted step keeps its options; another is jitted first. `options`: for XLA.
     """
+    return trace_and_compile(step, args, kwargs, target, options)[1]
+
+
+def trace_and_compile(
+    step: Callable[..., object],
+    args: Sequence[object],
+    kwargs: dict[str, Any],
+    target: str | None,
+    options: dict[str, Any] | None = None,
+) -> tuple[Traced, Compiled]:
+    """The traced step and the compiled one, as `compile_step`."""
     traceable: Any = step if hasattr(step, "trace") else jax.jit(step)
     if target is None:
-        return traceable.trace(*args, **kwargs).lower().compile()
+        traced = traceable.trace(*args, **kwargs)
+        return _own(traced), traced.lower().compile(options)
     device = device_of(target)
     args, kwargs = jax.tree.map(abstract_on(device), (tuple(args), kwargs))
     with described(target), complete_toolchain(target):
         # Pallas looks for its device while tracing and lowering.
         traced = traceable.trace(*args, **kwargs)
-        return traced.lower(lowering_platforms=("cuda",)).compile()
+        lowered = traced.lower(lowering_platforms=("cuda",))
+        return _own(traced), lowered.compile(options)
+
+
+def _own(traced: Any) -> Traced:
+    """JAX's own traced step, which that of an `nnx.jit` holds."""
+    return getattr(traced, "traced", traced)
 
 
 def abstract_on(device: Device) -> Callable[[T], T | jax.ShapeDtypeStruct]:
@@ -111,14 +130,43 @@ def described(target: str) -> contextlib.AbstractContextManager[object]:
 
 @contextlib.contextmanager
 def complete_toolchain(target: str) -> Iterator[None]:
-    """Name the packages to install when XLA finds no assembler or no maths library."""
+    """Say the package to install, or the line to write, if compiling fails.
+
+    Raises:
+      ImportError: XLA finds no assembler or no maths library.
+      ValueError: the installed assembler does not know the target.
+      NotImplementedError: the program asks for cuDNN while it is traced.
+    """
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
+        if "ptxas too old" in str(error):
+            raise ValueError(_unserved(target)) from error
         if "ptxas" in str(error) or "libdevice" in str(error):
             message = _missing(target, "NVIDIA's assembler and maths library")
             raise ImportError(message) from error
         raise
+    except RuntimeError as error:
+        if "cuDNN" in str(error):
+            raise NotImplementedError(_NO_CUDNN.format(target=target)) from error
+        raise
+
+
+_NO_CUDNN = (
+    "compiling for {target!r}: the step asks for cuDNN while it is traced, which needs "
+    "an attached GPU. For jax.nn.dot_product_attention(implementation='cudnn') write "
+    "jax.experimental.pallas.ops.gpu.attention.mha, which does not keep the "
+    "scores either, or implementation='xla', which does."
+)
+
+
+def _unserved(target: str) -> str:
+    gpu = gpu_of(target)
+    return (
+        f"compiling for {target!r}: the installed NVIDIA assembler has no code for "
+        f"compute capability {gpu.compute_capability}, that of {gpu.name}. CUDA 13's "
+        "starts at 7.5: choose a later target, such as 't4'."
+    )
 
 
 def _missing(target: str, part: str) -> str:

@@ -31,6 +31,7 @@ class Memory(Tabular):
       device: the device's kind.
     """
 
+    derived = ("peak_bytes",)
     temp_bytes: int
     argument_bytes: int
     output_bytes: int
@@ -77,8 +78,9 @@ def memory(
     """Compile `step` for these arguments and report the memory it takes.
 
     Nothing runs. With a `target` no such device is needed: XLA's GPU compiler compiles
-    for 'a100', 'b200', 'h100' and 'h200' on any Linux machine. The numbers are for
-    one device, also where the program is sharded over several.
+    for 't4', 'l4', 'a10g', 'rtx4090', 'a100', 'h100', 'h200' and 'b200', however they
+    are spelled, on any Linux machine ('v100' only where the installed assembler knows
+    it). The numbers are for one device, also where the program is sharded over several.
 
     Not included: workspaces that cuDNN and cuBLAS allocate when they run, the XLA
     runtime's own memory, and kernel choices that autotuning on a device would make.
@@ -92,9 +94,11 @@ def memory(
       **kwargs: its keyword arguments.
 
     Raises:
-      ValueError: an unknown target; a target, and an argument that is sharded over
+      ValueError: an unknown target, or one that the installed compiler does not serve;
+        a target, and an argument that is sharded over
         several devices; no target, and a local backend that reports no memory.
       ImportError: the packages that compile for a target are missing.
+      NotImplementedError: a target, and a step that asks for cuDNN while it is traced.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxact

@@ -2,9 +2,11 @@
 
 XLA's GPU compiler needs a description of the device, not the device. The numbers are
 those that XLA reads from an attached board, in the fields that every supported JAX
-version knows.
+version knows; where openxla/xla describes no such board (T4, L4, RTX 4090, A10G) those
+of NVIDIA's data sheets.
 """
 
+import re
 from dataclasses import dataclass
 
 
@@ -22,6 +24,13 @@ class Gpu:
     l2_bytes: int
     shared_bytes_per_core: int
     shared_bytes_per_block: int  # with opt-in
+    threads_per_core: int = 2048
+
+    @property
+    def compute_capability(self) -> str:
+        """As NVIDIA writes it: '8.6'."""
+        numbers = re.findall(r"m(?:aj|in)or: (\d+)", self.capability)
+        return ".".join([*numbers, "0"][:2])
 
     @property
     def description(self) -> str:
@@ -40,7 +49,7 @@ gpu_device_info {{
   shared_memory_per_block_optin: {self.shared_bytes_per_block}
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
-  threads_per_core_limit: 2048
+  threads_per_core_limit: {self.threads_per_core}
   threads_per_block_limit: 1024
   threads_per_warp: 32
   block_dim_limit_x: 2147483647
@@ -55,6 +64,70 @@ device_description_str: "{self.name}"
 
 
 TARGETS = {
+    "v100": Gpu(
+        name="Tesla V100-SXM2-16GB",
+        cores=80,
+        fpus_per_core=64,
+        capability="major: 7 feature_extension: NONE",
+        clock_ghz=1.53,
+        memory_bytes=16_935_682_048,
+        bytes_per_second=898_048_000_000,
+        l2_bytes=6 * 2**20,
+        shared_bytes_per_core=96 * 2**10,
+        shared_bytes_per_block=96 * 2**10,
+    ),
+    "t4": Gpu(
+        name="Tesla T4",
+        cores=40,
+        fpus_per_core=64,
+        capability="major: 7 minor: 5 feature_extension: NONE",
+        clock_ghz=1.59,
+        memory_bytes=15 * 2**30,
+        bytes_per_second=320_064_000_000,
+        l2_bytes=4 * 2**20,
+        shared_bytes_per_core=64 * 2**10,
+        shared_bytes_per_block=64 * 2**10,
+        threads_per_core=1024,
+    ),
+    "a10g": Gpu(
+        name="NVIDIA A10G",
+        cores=80,
+        fpus_per_core=128,
+        capability="major: 8 minor: 6 feature_extension: NONE",
+        clock_ghz=1.71,
+        memory_bytes=22 * 2**30,
+        bytes_per_second=600_096_000_000,
+        l2_bytes=6 * 2**20,
+        shared_bytes_per_core=100 * 2**10,
+        shared_bytes_per_block=99 * 2**10,
+        threads_per_core=1536,
+    ),
+    "l4": Gpu(
+        name="NVIDIA L4",
+        cores=58,
+        fpus_per_core=128,
+        capability="major: 8 minor: 9 feature_extension: NONE",
+        clock_ghz=2.04,
+        memory_bytes=22 * 2**30,
+        bytes_per_second=300_096_000_000,
+        l2_bytes=48 * 2**20,
+        shared_bytes_per_core=100 * 2**10,
+        shared_bytes_per_block=99 * 2**10,
+        threads_per_core=1536,
+    ),
+    "rtx4090": Gpu(
+        name="NVIDIA GeForce RTX 4090",
+        cores=128,
+        fpus_per_core=128,
+        capability="major: 8 minor: 9 feature_extension: NONE",
+        clock_ghz=2.52,
+        memory_bytes=23 * 2**30,
+        bytes_per_second=1_008_096_000_000,
+        l2_bytes=72 * 2**20,
+        shared_bytes_per_core=100 * 2**10,
+        shared_bytes_per_block=99 * 2**10,
+        threads_per_core=1536,
+    ),
     "a100": Gpu(
         name="NVIDIA A100-SXM4-80GB",
         cores=108,
@@ -107,12 +180,13 @@ TARGETS = {
 
 
 def gpu_of(target: str) -> Gpu:
-    """The GPU that a target names, in any letter case.
+    """The GPU that a target names, however it is spelled: 'H100', 'RTX 4090'.
 
     Raises:
       ValueError: no such target.
     """
-    name = str(target).strip().lower()
+    words = re.sub(r"[^a-z0-9]", "", str(target).lower())
+    name = re.sub(r"^(nvidia|tesla|geforce)+", "", words)
     if name not in TARGETS:
         raise ValueError(
             f"unknown target {target!r}: choose one of {', '.join(sorted(TARGETS))}, "

@@ -2,13 +2,13 @@
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any
 
-from jaxact._tabular import Column, Tabular, bytes_text
+from jaxact._saved import Saved
+from jaxact._tabular import SMALL_SHARE, Column, Tabular, bytes_text
 
 
 @dataclasses.dataclass(frozen=True)
-class ModuleRow:
+class ModuleRow(Saved):
     """All residuals with one path.
 
     Attributes:
@@ -19,6 +19,7 @@ class ModuleRow:
       stored_bytes: bytes after.
     """
 
+    derived = ("ratio",)
     path: str
     residuals: int
     elements: int
@@ -44,18 +45,13 @@ class ModuleTable(Tabular):
       rows: modules as their first residuals come, each before its submodules.
     """
 
+    derived = ("total",)
     rows: tuple[ModuleRow, ...]
 
     @property
     def total(self) -> ModuleRow:
         """The sums, as a row."""
         return _sum("Total", self.rows)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain numbers and strings, ready for JSON."""
-        rows = [dataclasses.asdict(row) | {"ratio": row.ratio} for row in self.rows]
-        total = dataclasses.asdict(self.total) | {"ratio": self.total.ratio}
-        return {"rows": rows, "total": total}
 
     def summary(self) -> str:
         """How many residuals, their exact and their stored bytes."""
@@ -64,6 +60,11 @@ class ModuleTable(Tabular):
             f"Total residuals: {total.residuals}, {_size(total)}, stored as "
             f"{bytes_text(total.stored_bytes)}, {total.ratio:.1f}x smaller"
         )
+
+    def _brief(self) -> tuple[list[Column[ModuleRow]], list[ModuleRow]]:
+        columns, _ = self._table()
+        large, small = folded(self)
+        return columns, [*large, *small]
 
     def _table(self) -> tuple[list[Column[ModuleRow]], tuple[ModuleRow, ...]]:
         percent = 100 / max(1, self.total.stored_bytes)
@@ -102,6 +103,23 @@ def module_table(residuals: Iterable[ModuleRow], depth: int | None) -> ModuleTab
 
     order = sorted(modules, key=position)
     return ModuleTable(tuple(_sum("/".join(parts), modules[parts]) for parts in order))
+
+
+def folded(table: ModuleTable) -> tuple[list[ModuleRow], list[ModuleRow]]:
+    """The rows with 1 % of the bytes or more, and one row for several smaller ones."""
+    total = table.total
+    is_large = [
+        row.stored_bytes >= SMALL_SHARE * total.stored_bytes
+        or row.exact_bytes >= SMALL_SHARE * total.exact_bytes
+        for row in table.rows
+    ]
+    pairs = list(zip(table.rows, is_large, strict=True))
+    small = [row for row, large in pairs if not large]
+    if len(small) < 2:
+        return list(table.rows), []
+    return [row for row, large in pairs if large], [
+        _sum(f"{len(small)} smaller", small)
+    ]
 
 
 def _sum(path: str, rows: Sequence[ModuleRow]) -> ModuleRow:

@@ -3,18 +3,19 @@
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from jaxact._codec import Exact
 from jaxact._compress import compress
-from jaxact._decision import Decision, Reason
+from jaxact._decision import Decision, Reason, Remark
 from jaxact._jaxpr.flow import fact_of, flow, union
 from jaxact._jaxpr.read import variables_in
-from jaxact._jaxpr.types import Eqn
+from jaxact._jaxpr.types import Atom, Eqn, Jaxpr, Var
 from jaxact._modules.pure import pure_call
-from jaxact._plan.forward import Forward, trace_forward
+from jaxact._plan.forward import trace_forward
 from jaxact._plan.mark import mark_p
 from jaxact._policy import Policy, Rule
 from jaxact._report.table import ResidualRow, ResidualTable
@@ -60,7 +61,8 @@ def residuals(
     flat, values, _ = call.trace()
     active = call.differentiated(values, argnums)
     run = lambda _, *values: flat(*values)
-    return _tabulate(trace_forward(run, np.uint32(0), values, active), flat.paths)
+    forward = trace_forward(run, np.uint32(0), values, active)
+    return tabulate(forward.jaxpr, forward.residuals, ["seed", *flat.paths])
 
 
 @dataclasses.dataclass
@@ -88,27 +90,47 @@ class _Marks:
         return joined | 1 << self.numbers[key]
 
 
-def _tabulate(forward: Forward, paths: Sequence[str]) -> ResidualTable:
-    jaxpr, marks = forward.jaxpr, _Marks()
-    provenance = Provenance(jaxpr, ["seed", *paths])
+def tabulate(
+    jaxpr: Jaxpr, residuals: Sequence[Atom], paths: Sequence[str]
+) -> ResidualTable:
+    """The table of some of a program's values, given the paths of its inputs."""
+    marks = _Marks()
+    provenance = Provenance(jaxpr, paths)
     facts = flow(jaxpr, [0] * len(jaxpr.invars), marks.transfer)
     inputs = {*jaxpr.invars, *jaxpr.constvars}
     outside: list[ResidualRow] = []
-    stored: dict[int, int] = {}  # from mark numbers to bytes
+    stored: dict[int, _Bytes] = {}  # by mark number
     referenced = 0
-    for v in dict.fromkeys(variables_in(forward.residuals)):
+    for v in dict.fromkeys(variables_in(residuals)):
         size = v.aval.size * v.aval.dtype.itemsize
+        kept_bytes = _Bytes(size, size if _is_on_host(v) else 0)
         bits = fact_of(facts, v)
         if v in inputs:
             referenced += size
         elif bits:
             number = (bits & -bits).bit_length() - 1
-            stored[number] = stored.get(number, 0) + size
+            before = stored.get(number, _Bytes())
+            stored[number] = _Bytes(*map(sum, zip(before, kept_bytes, strict=True)))
         else:
             kept = _kept(provenance.of(v))
-            outside.append(_row(kept, kept.residual.shape, size, size))
+            outside.append(_row(kept, None, kept.residual.shape, size, kept_bytes))
     marked = [_marked_row(*marks.marked[n], size) for n, size in sorted(stored.items())]
     return ResidualTable((*marked, *outside), referenced, _unused(marks))
+
+
+class _Bytes(NamedTuple):
+    """A residual's stored bytes.
+
+    Attributes:
+      host: those in host memory.
+    """
+
+    stored: int = 0
+    host: int = 0
+
+
+def _is_on_host(v: Var) -> bool:
+    return getattr(v.aval, "memory_space", None) == jax.memory.Space.Host
 
 
 def _kept(residual: Residual) -> Decision:
@@ -120,15 +142,20 @@ def _kept(residual: Residual) -> Decision:
     return Decision(residual, Exact(), reason)
 
 
-def _marked_row(eqn: Eqn, copies: int, stored_bytes: int) -> ResidualRow:
+def _marked_row(eqn: Eqn, copies: int, kept: _Bytes) -> ResidualRow:
     aval = eqn.outvars[0].aval
     shape = (copies, *aval.shape) if copies > 1 else tuple(aval.shape)
     exact_bytes = copies * aval.size * aval.dtype.itemsize
-    return _row(eqn.params["decision"], shape, exact_bytes, stored_bytes)
+    policy = eqn.params["policy"]
+    return _row(eqn.params["decision"], policy, shape, exact_bytes, kept)
 
 
 def _row(
-    decision: Decision, shape: tuple[int, ...], exact_bytes: int, stored_bytes: int
+    decision: Decision,
+    policy: Policy | None,
+    shape: tuple[int, ...],
+    exact_bytes: int,
+    kept: _Bytes,
 ) -> ResidualRow:
     residual = decision.residual
     return ResidualRow(
@@ -142,9 +169,51 @@ def _row(
         action=decision.action,
         bias=decision.bias,
         exact_bytes=exact_bytes,
-        stored_bytes=stored_bytes,
-        why=decision.why,
+        stored_bytes=kept.stored,
+        why=_why(decision, policy),
+        host_bytes=kept.host,
+        is_outside=decision.reason is Reason.OUTSIDE,
     )
+
+
+def _why(decision: Decision, policy: Policy | None) -> str:
+    """The reason for an action: of a rounded residual, its part in the gradient."""
+    if decision.rule is not None and policy is not None:
+        reason = _condition(policy.rules[decision.rule])
+    elif decision.reason in (Reason.BITS, Reason.DEFAULT):
+        reason = _part(decision.residual)
+    else:
+        return decision.why
+    remarks = [r.value for r in decision.remarks if r is not Remark.NORMALIZED]
+    declined = [decision.declined] if decision.declined else []
+    return "; ".join([reason, *declined, *remarks])
+
+
+def _condition(rule: Rule) -> str:
+    """A rule's conditions: 'rule name=mlp_*'."""
+    values = {f.name: getattr(rule, f.name) for f in dataclasses.fields(rule)}
+    conditions = [
+        f"{name}={getattr(value, '__name__', value)}"
+        for name, value in values.items()
+        if name != "action" and value is not None
+    ]
+    return f"rule {', '.join(conditions)}" if conditions else "a rule for all"
+
+
+def _part(residual: Residual) -> str:
+    """The part that a residual has in the gradient: a factor of it, if nothing else."""
+    if residual.path.rpartition("/")[2] == "derivative":
+        part = "local derivative"
+    elif residual.primitive == "exp":
+        part = "exponentials"
+    elif residual.origin == "argument":
+        part = "input"
+    elif residual.is_normalized:
+        part = "normalized"
+    else:
+        part = "factor"
+    also = [name for name in residual.aliases if name != residual.name]
+    return f"{part}; also for {', '.join(also)}" if also else part
 
 
 def _unused(marks: _Marks) -> tuple[Rule, ...]:

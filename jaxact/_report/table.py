@@ -2,21 +2,26 @@
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxact._codec import Action, Bias, Exact
 from jaxact._policy import Rule
+from jaxact._report.bars import plot_modules
 from jaxact._report.by_module import ModuleRow, ModuleTable, module_table
-from jaxact._tabular import Column, Tabular, bytes_text
+from jaxact._saved import Saved
+from jaxact._tabular import SMALL_SHARE, Column, Tabular, bytes_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes  # pyright: ignore[reportMissingImports]
 
 
 @dataclasses.dataclass(frozen=True)
-class ResidualRow:
+class ResidualRow(Saved):
     """One stored residual.
 
     Attributes:
@@ -33,8 +38,10 @@ class ResidualRow:
         in the rounding is left) or 'biased' (something nonlinear is computed from the
         rounded values).
       exact_bytes: bytes before it is stored.
-      stored_bytes: bytes after.
+      stored_bytes: bytes after, on the device and on the host.
+      host_bytes: those in host memory.
       why: the reason for the action.
+      is_outside: whether it is in no compressed call.
     """
 
     key: str
@@ -49,6 +56,18 @@ class ResidualRow:
     exact_bytes: int
     stored_bytes: int
     why: str
+    host_bytes: int = 0
+    is_outside: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.dtype, str):  # as it is saved
+            object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
+        object.__setattr__(self, "bias", Bias(self.bias))
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes that are stored on the device."""
+        return self.stored_bytes - self.host_bytes
 
 
 _COLUMNS: list[Column[ResidualRow]] = [
@@ -62,9 +81,77 @@ _COLUMNS: list[Column[ResidualRow]] = [
     Column("action", lambda row: str(row.action).replace(", stochastic=True", "")),
     Column("bias", lambda row: row.bias),
     Column("exact", lambda row: bytes_text(row.exact_bytes), is_number=True),
-    Column("stored", lambda row: bytes_text(row.stored_bytes), is_number=True),
+    Column("stored", lambda row: bytes_text(row.device_bytes), is_number=True),
+    Column("host", lambda row: _host_text(row.host_bytes), is_number=True),
     Column("why", lambda row: row.why),
 ]
+
+
+class _Line(NamedTuple):
+    """The cells of a row, as a table has them by default."""
+
+    key: str
+    shape: str
+    bits: str
+    exact: str
+    stored: str
+    host: str
+    why: str
+
+
+_BRIEF: list[Column[_Line]] = [
+    Column("key", lambda line: line.key),
+    Column("shape", lambda line: line.shape, is_number=True),
+    Column("bits", lambda line: line.bits, is_number=True),
+    Column("exact", lambda line: line.exact, is_number=True),
+    Column("stored", lambda line: line.stored, is_number=True),
+    Column("host", lambda line: line.host, is_number=True),
+    Column("why", lambda line: line.why),
+]
+
+
+def _line(row: ResidualRow) -> _Line:
+    size = "x".join(map(str, row.shape)) or "scalar"
+    return _Line(
+        key=row.key,
+        shape=f"{size} {_short(row.dtype)}",
+        bits=re.sub(r" bits?\b|, host$", "", row.action.label),
+        exact=bytes_text(row.exact_bytes),
+        stored=bytes_text(row.device_bytes),
+        host=_host_text(row.host_bytes),
+        why=_brief_reason(row),
+    )
+
+
+def _brief_reason(row: ResidualRow) -> str:
+    reason = "outside" if row.is_outside else row.why.partition(";")[0]
+    return f"{reason}; biased" if row.bias is Bias.BIASED else reason
+
+
+def _small_line(rows: Sequence[ResidualRow]) -> _Line:
+    """One line for the rows that have little together."""
+    return _Line(
+        key=f"{len(rows)} smaller",
+        shape="",
+        bits="",
+        exact=bytes_text(sum(row.exact_bytes for row in rows)),
+        stored=bytes_text(sum(row.device_bytes for row in rows)),
+        host=_host_text(sum(row.host_bytes for row in rows)),
+        why="",
+    )
+
+
+def _short(dtype: np.dtype) -> str:
+    """A dtype as XLA writes it: 'bf16', 'f32', 'i32'."""
+    return re.sub(
+        r"^(bfloat|float|uint|int|complex)(?=\d)",
+        lambda m: "bf" if m[0] == "bfloat" else m[0][0],
+        str(dtype),
+    )
+
+
+def _host_text(number: int) -> str:
+    return bytes_text(number) if number else ""
 
 
 # Measured for log_softmax(5 z z^T) with normalized rows of 64: 0.41 and 0.09 times the
@@ -80,7 +167,9 @@ _FIRST_ORDER = (
 class ResidualTable(Tabular):
     """A function's residuals: `print` it, or show it in a notebook.
 
-    It has a line for each. For a large model `by_path(depth=2)` is easier to read.
+    By default it fits 80 columns, and rows below 1 % of the bytes are folded into one;
+    `print(table.text(full=True))` has every row, with primitive, name, path, source
+    line, action and bias. For a large model `by_path(depth=2)` is easier to read.
 
     Attributes:
       rows: one for each stored array that the function computes.
@@ -89,6 +178,7 @@ class ResidualTable(Tabular):
       unused_rules: rules that matched nothing, from all policies in the function.
     """
 
+    derived = ("exact_bytes", "stored_bytes", "host_bytes", "ratio")
     rows: tuple[ResidualRow, ...]
     referenced_bytes: int
     unused_rules: tuple[Rule, ...] = ()
@@ -100,36 +190,28 @@ class ResidualTable(Tabular):
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes after."""
+        """Bytes after, on the device and on the host."""
         return sum(row.stored_bytes for row in self.rows)
+
+    @property
+    def host_bytes(self) -> int:
+        """Stored bytes that are in host memory."""
+        return sum(row.host_bytes for row in self.rows)
 
     @property
     def ratio(self) -> float:
         """Exact bytes over stored bytes."""
         return self.exact_bytes / self.stored_bytes if self.stored_bytes else 1.0
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain numbers and strings, ready for JSON."""
-        rows = [
-            dataclasses.asdict(row)
-            | {"dtype": str(row.dtype), "action": str(row.action)}
-            for row in self.rows
-        ]
-        return {
-            "rows": rows,
-            "exact_bytes": self.exact_bytes,
-            "stored_bytes": self.stored_bytes,
-            "ratio": self.ratio,
-            "referenced_bytes": self.referenced_bytes,
-            "unused_rules": [str(rule) for rule in self.unused_rules],
-        }
-
     def summary(self) -> str:
-        """The totals, unused rules, labels to explain, if nothing is compressed."""
+        """The totals, bytes outside of compressed calls, rules that matched none."""
+        on_host = f", {bytes_text(self.host_bytes)} on the host"
         lines = [
             f"{len(self.rows)} residuals: {bytes_text(self.exact_bytes)} exact, "
-            f"{bytes_text(self.stored_bytes)} stored ({self.ratio:.1f}x smaller); "
-            f"{bytes_text(self.referenced_bytes)} of arguments referenced in place"
+            f"{bytes_text(self.stored_bytes)} stored ({self.ratio:.1f}x smaller"
+            f"{on_host if self.host_bytes else ''}); "
+            f"{bytes_text(self.referenced_bytes)} of arguments referenced in place",
+            *self._outside(),
         ]
         lines += [f"matched nothing: {rule}" for rule in self.unused_rules]
         if any(row.bias is Bias.FIRST_ORDER for row in self.rows):
@@ -138,8 +220,37 @@ class ResidualTable(Tabular):
             lines.append("nothing is compressed")
         return "\n".join(lines)
 
+    def _outside(self) -> list[str]:
+        """Where the bytes are that no compressed call stores, if others are."""
+        outside = [row for row in self.rows if row.is_outside]
+        size = sum(row.stored_bytes for row in outside)
+        is_little = size < SMALL_SHARE * self.stored_bytes
+        if len(outside) == len(self.rows) or is_little:
+            return []
+        places: dict[str, int] = {}
+        for row in outside:
+            place = row.path or row.source or "the arguments"
+            places[place] = places.get(place, 0) + row.stored_bytes
+        largest = max(places, key=lambda place: places[place])
+        return [
+            f"{bytes_text(size)} of {bytes_text(self.stored_bytes)} are outside "
+            f"compressed calls, most in {largest}: compress that too"
+        ]
+
     def _table(self) -> tuple[list[Column[ResidualRow]], tuple[ResidualRow, ...]]:
         return _COLUMNS, self.rows
+
+    def _brief(self) -> tuple[list[Column[_Line]], list[_Line]]:
+        large = [
+            row.stored_bytes >= SMALL_SHARE * self.stored_bytes
+            or row.exact_bytes >= SMALL_SHARE * self.exact_bytes
+            for row in self.rows
+        ]
+        if large.count(False) < 2:
+            return _BRIEF, [_line(row) for row in self.rows]
+        lines = [_line(r) for r, kept in zip(self.rows, large, strict=True) if kept]
+        small = [r for r, kept in zip(self.rows, large, strict=True) if not kept]
+        return _BRIEF, [*lines, _small_line(small)]
 
     def by_path(self, depth: int | None = None) -> ModuleTable:
         """Bytes by module, to be read beside `nn.tabulate` and `nnx.tabulate`.
@@ -179,22 +290,9 @@ class ResidualTable(Tabular):
         return module_table(rows, depth)
 
     def plot(self) -> "Axes":
-        """Bars of exact and stored bytes for each residual.
+        """Bars of exact and stored bytes by path, the largest first.
 
         Raises:
           ImportError: matplotlib is missing.
         """
-        try:
-            from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise ImportError(
-                "ResidualTable.plot needs matplotlib: pip install 'jaxact[plots]'."
-            ) from error
-        _, axis = pyplot.subplots(figsize=(8, 1 + 0.25 * len(self.rows)))
-        labels = [f"{i} {r.name or r.primitive}" for i, r in enumerate(self.rows)]
-        axis.barh(labels, [r.exact_bytes / 2**20 for r in self.rows], label="exact")
-        axis.barh(labels, [r.stored_bytes / 2**20 for r in self.rows], label="stored")
-        axis.invert_yaxis()
-        axis.set_xlabel("MiB")
-        axis.legend()
-        return axis
+        return plot_modules(self.by_path())

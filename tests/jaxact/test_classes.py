@@ -230,7 +230,7 @@ def test_a_rule_reaches_a_value_that_is_only_derived():
 
     found = decided(f, Rule(Exact(), name="xhat"))
     exact = [r for r in found if r.action == Exact()]
-    assert [(r.primitive, r.why) for r in exact] == [("dot_general", "rule 0")]
+    assert [(r.primitive, r.why) for r in exact] == [("dot_general", "rule name=xhat")]
 
 
 def test_a_rule_reaches_the_derivative_of_a_named_value():

@@ -129,7 +129,7 @@ def test_a_codec_of_ones_own_in_a_rule():
     actions = {row.primitive: row.action for row in rows(policy)}
     assert actions.pop("sin") == Float8() and set(actions.values()) == {Quantize(2)}
     table = jaxact.residuals(compressed(policy), W, X, C)
-    assert "Float8()" in str(table) and table.to_dict()["rows"]
+    assert "Float8()" in table.text(full=True) and table.to_dict()["rows"]
     other = Policy(rules=(Rule(Float8(), dtype="int32"),))
     with pytest.warns(jaxact.CompressionWarning, match="Float8"):
         assert Float8() not in {row.action for row in rows(other)}

@@ -153,7 +153,7 @@ def test_a_pooled_feature_is_no_statistic():
     f = lambda w, x: jax.nn.gelu(x.reshape(T, 2, D).mean(1)) @ w
     x = jax.random.normal(jax.random.key(3), (T, 2 * D))
     table = jaxact.residuals(jaxact.compress(f, activations=1), w, x)
-    assert all(row.why == "policy bits" for row in table.rows if row.primitive)
+    assert all(row.action == Quantize(4) for row in table.rows if row.primitive)
 
 
 def test_a_statistic_multiplied_by_einsum_stays_exact():

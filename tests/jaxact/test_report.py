@@ -36,7 +36,8 @@ def test_provenance():
     assert tanh.source.startswith("test_report.py:") and "(mlp)" in tanh.source
     assert (tanh.shape, tanh.exact_bytes) == ((32, 256), 32 * 256 * 4)
     assert tanh.stored_bytes == 32 * (256 // 4 + 4)
-    assert (tanh.action, tanh.why) == (Quantize(2), "policy bits")
+    assert (tanh.action, tanh.why) == (Quantize(2), "factor")
+    assert (argument.action, argument.why) == (Quantize(2), "input")
 
 
 @pytest.mark.parametrize("f", [jnp.tanh, jnp.sin, jax.nn.sigmoid, jax.nn.gelu])
@@ -115,9 +116,8 @@ def test_a_table_explains_unbiased_to_first_order():
         table = jaxact.residuals(f, jnp.ones((64, 64)), X, policy=Policy(bits=2))
         biases = {row.bias for row in table.rows}
         assert ("unbiased to first order" in biases) == expected
-        assert (
-            (explained in str(table)) == (explained in table._repr_html_()) == expected
-        )
+        text, page = " ".join(str(table).split()), table._repr_html_()
+        assert (explained in text) == (explained in page) == expected
 
 
 def test_scan_multiplies():
@@ -260,7 +260,7 @@ def test_policy_argument_and_shapes_instead_of_arrays():
 
 def test_forms():
     table = jaxact.residuals(jaxact.compress(mlp, activations="x"), P, X)
-    text, page = str(table), table._repr_html_()
+    text, page = table.text(full=True), table.html(full=True)
     for row in table.rows:
         assert row.source in text
     assert page.count("<tr>") == len(table.rows) + 1
@@ -270,14 +270,104 @@ def test_forms():
         == table.stored_bytes
         == sum(row["stored_bytes"] for row in data["rows"])
     )
-    assert data["rows"][0]["action"].startswith("Quantize")
+    assert data["rows"][0]["action"]["class"] == "Quantize"
     rich = pytest.importorskip("rich.console")
     console = rich.Console(width=200, file=io.StringIO())
     console.print(table)
-    assert "Quantize" in console.file.getvalue()
+    assert console.file.getvalue().split() == table.text(width=200).split()
+    assert "Quantize" in text
 
 
 def test_uncompressed_functions_are_listed_too():
     program = PROGRAMS[0]
     table = jaxact.residuals(program.f, *program.arguments())
     assert {row.why for row in table.rows} == {"not in a compressed call"}
+
+
+def layered(ws, x):
+    for number, w in enumerate(ws):
+        with jax.named_scope(f"a_rather_long_name_of_a_network/layer{number}"):
+            x = jnp.tanh(x @ w)
+    return x + jnp.sin(x[:4]).sum() * jnp.cos(x[:2]).sum()
+
+
+@pytest.mark.parametrize("width", [80, 100, 60])
+def test_a_table_fits_the_terminal(width, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(width))
+    ws, x = jnp.ones((4, 256, 256)), jnp.ones((512, 256))
+    table = jaxact.residuals(layered, ws, x, policy=Policy(bits=2))
+    lines = str(table).splitlines()
+    assert max(map(len, lines)) <= width
+    assert lines[0].split() == "key shape bits exact stored why".split()
+    keys = {row.key for row in table.rows}
+    # A key that is broken into lines can still be put together.
+    parts = "".join(line[: lines[0].index("shape")].strip() for line in lines[1:])
+    assert all(key in parts for key in keys if "derivative" in key)
+
+
+def test_rows_below_one_percent_share_a_line():
+    ws, x = jnp.ones((4, 256, 256)), jnp.ones((512, 256))
+    table = jaxact.residuals(layered, ws, x)
+    large = [row for row in table.rows if row.exact_bytes >= 0.01 * table.exact_bytes]
+    small = [row for row in table.rows if row not in large]
+    assert len(small) > 1 and large
+    text = table.text(width=200).splitlines()
+    assert len(text) == 1 + len(large) + 1 + len(table.summary().splitlines())
+    assert text[1 + len(large)].startswith(f"{len(small)} smaller ")
+    full = table.text(full=True).splitlines()
+    assert len(full) == 1 + len(table.rows) + len(table.summary().splitlines())
+
+
+def test_offloaded_bytes_have_a_column():
+    offload = Policy(rules=(Rule(jaxact.Offload(Quantize(4)), path="act"),))
+    table = jaxact.residuals(
+        jaxact.compress(mlp, policy=offload, activations="x"), P, X
+    )
+    on_host = [row for row in table.rows if row.path == "act"]
+    size = 32 * 256 // 2 + 32 * 4  # codes, and two numbers for each group
+    for row in on_host:
+        assert (row.host_bytes, row.stored_bytes, row.device_bytes) == (size, size, 0)
+        assert row.why == "rule path=act"
+    stored = len(on_host) * size
+    assert table.host_bytes == stored > 0
+    titles = str(table).splitlines()[0].split()
+    assert titles == "key shape bits exact stored host why".split()
+    assert f"{stored / 1024:.4g} KiB on the host" in table.summary()
+    without = jaxact.residuals(jaxact.compress(mlp, activations="x"), P, X)
+    assert without.host_bytes == 0 and " host " not in str(without)
+
+
+def test_the_summary_says_where_bytes_are_outside():
+    block = jaxact.compress(mlp, activations="x")
+
+    def network(p, x):
+        x = block(p, x)
+        with jax.named_scope("Net/stem"):
+            return jnp.sin(jnp.cos(x))
+
+    table = jaxact.residuals(network, P, X)
+    outside = 2 * X.nbytes  # the slopes of sin and of cos
+    assert sum(row.stored_bytes for row in table.rows if row.is_outside) == outside
+    assert "16 KiB of " in table.summary()
+    assert "most in Net/stem: compress that too" in table.summary()
+    all_inside = jaxact.residuals(jaxact.compress(network), P, X)
+    assert "outside" not in all_inside.summary()
+
+
+def test_bars_by_path():
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    ws, x = jnp.ones((4, 256, 256)), jnp.ones((512, 256))
+    table = jaxact.residuals(layered, ws, x, policy=Policy(bits=2))
+    axis = table.plot()
+    labels = [label.get_text() for label in axis.get_yticklabels()]
+    assert {f"a_rather_long_name_of_a_network/layer{i}" for i in range(3)} <= set(
+        labels
+    )
+    stored = [bar.get_width() for bar in axis.containers[1] if bar.get_width()]
+    large = stored[:-1] if "smaller" in labels[-1] else stored
+    assert large == sorted(large, reverse=True)
+    assert sum(stored) * 2**20 == pytest.approx(table.stored_bytes)
+    axis.figure.canvas.draw()
+    left = min(label.get_window_extent().x0 for label in axis.get_yticklabels())
+    assert left >= 0, "a label is cut"

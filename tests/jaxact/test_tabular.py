@@ -42,13 +42,30 @@ def test_text():
     ]
 
 
-def test_html_has_no_style_of_its_own():
+def test_html_scrolls_and_has_no_colors_of_its_own():
+    left = ' style="text-align:left"'
     assert Sizes()._repr_html_() == (
-        "<table><tr><th>path</th><th>stored</th></tr>"
-        "<tr><td>Net/&lt;b&gt;</td><td>1,024</td></tr>"
-        "<tr><td>[red]Net/a</td><td>8</td></tr></table>"
+        '<div style="overflow-x:auto">'
+        f"<table><tr><th{left}>path</th><th>stored</th></tr>"
+        f"<tr><td{left}>Net/&lt;b&gt;</td><td>1,024</td></tr>"
+        f"<tr><td{left}>[red]Net/a</td><td>8</td></tr></table></div>"
         "<p>2 rows &amp; more<br>nothing matched</p>"
     )
+
+
+def test_text_is_broken_into_lines_and_numbers_are_not():
+    class Wide(Sizes):
+        def _table(self):
+            columns, _ = super()._table()
+            return columns, [("Network/block_0/attention", 10**9), ("a" * 25, 1)]
+
+    assert Wide().text(width=31).splitlines()[:-2] == [
+        "path                     stored",
+        "Network/block_0/  1,000,000,000",
+        "attention",
+        "aaaaaaaaaaaaaaaa              1",
+        "aaaaaaaaa",
+    ]
 
 
 def test_rich_takes_nothing_for_markup_and_cuts_nothing():

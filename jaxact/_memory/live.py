@@ -1,0 +1,272 @@
+"""The arrays that live when a compiled step takes most memory."""
+
+import glob
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from jax.stages import Traced
+
+from jaxact._memory import wire
+from jaxact._memory.buffers import Buffer, Heap, read_heap
+from jaxact._memory.compiling import trace_and_compile
+from jaxact._memory.memory import Memory, measure
+from jaxact._saved import Saved
+from jaxact._tabular import SMALL_SHARE, Column, Tabular, bytes_text
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes  # pyright: ignore[reportMissingImports]
+
+
+@dataclass(frozen=True)
+class LiveArray(Saved):
+    """Memory that is taken at the peak of a compiled step.
+
+    Attributes:
+      bytes: its size.
+      type: dtype and shape, as 'f32[64,256]'.
+      kind: 'temporary', 'output', 'argument' or 'donated argument', which a result is
+        written over.
+      phase: 'forward', 'backward', 'recomputed' (by a `jax.checkpoint`) or ''.
+      path: module path and named scopes; an argument's name.
+      operation: the JAX primitive that computed it.
+      source: 'file.py:line (function)'.
+    """
+
+    bytes: int
+    type: str
+    kind: str
+    phase: str
+    path: str
+    operation: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Live(Tabular):
+    """The arrays alive at a compiled step's peak, and the bytes over the step.
+
+    Bytes are those of the arrays; what the compiler reserves, `memory`, is a little
+    more where it cannot pack them without gaps.
+
+    Attributes:
+      rows: the largest first.
+      curve: bytes in use each time that the step computes an array, first to last:
+        arguments and outputs, which are reserved all the time, and temporaries.
+      backward_start: index in `curve` of the first array of a backward pass; None if
+        there is none.
+      memory: the bytes that the compiler reserves.
+    """
+
+    derived = ("peak_bytes",)
+    rows: tuple[LiveArray, ...]
+    curve: tuple[int, ...]
+    backward_start: int | None
+    memory: Memory
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes in use at once."""
+        return max(self.curve)
+
+    def bytes_of(self, kind: str) -> int:
+        """Bytes of the arrays of one kind at the peak, such as 'temporary'."""
+        return sum(row.bytes for row in self.rows if row.kind == kind)
+
+    def summary(self) -> str:
+        """The peak by kind, and the bytes reserved."""
+        kinds = dict.fromkeys(row.kind for row in self.rows)
+        parts = [f"{bytes_text(self.bytes_of(kind))} {kind}" for kind in kinds]
+        return (
+            f"{bytes_text(self.peak_bytes)} live at the peak ({', '.join(parts)}); "
+            f"{bytes_text(self.memory.peak_bytes)} reserved on {self.memory.device}"
+        )
+
+    def _table(self) -> tuple[list[Column[LiveArray]], tuple[LiveArray, ...]]:
+        return _COLUMNS, self.rows
+
+    def _brief(self) -> tuple[list[Column["_Group"]], list["_Group"]]:
+        groups: dict[tuple[str, ...], list[LiveArray]] = {}
+        for row in self.rows:
+            key = (row.kind, row.type, row.phase, _place(row), row.source)
+            is_fixed = row.kind != "temporary"
+            groups.setdefault(key[:1] if is_fixed else key, []).append(row)
+        least = SMALL_SHARE * self.peak_bytes
+        sizes = {key: sum(r.bytes for r in rows) for key, rows in groups.items()}
+        large = [_group(rows) for key, rows in groups.items() if sizes[key] >= least]
+        small = [size for size in sizes.values() if size < least]
+        large.sort(key=lambda group: -group.size)
+        if small:
+            large.append(_Group(sum(small), "", "", "smaller ones", ""))
+        return _BRIEF, large
+
+    def plot(self, axis: "Axes | None" = None, label: str | None = None) -> "Axes":
+        """The bytes in use over the step, the peak, and where backward begins.
+
+        Args:
+          axis: to draw on, so that several steps compare; a new one when None.
+          label: for a legend; without one the largest arrays at the peak are named.
+
+        Raises:
+          ImportError: matplotlib is missing.
+        """
+        try:
+            from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise ImportError(
+                "Live.plot needs matplotlib: pip install 'jaxact[plots]'."
+            ) from error
+        if axis is None:
+            _, axis = pyplot.subplots(figsize=(8, 4), layout="constrained")
+        positions = [i / max(1, len(self.curve) - 1) for i in range(len(self.curve))]
+        heights = [size / 2**20 for size in self.curve]
+        (line,) = axis.plot(positions, heights, label=label)
+        color = line.get_color()
+        axis.fill_between(positions, heights, color=color, alpha=0.15)
+        if self.backward_start is not None:
+            start = positions[self.backward_start]
+            axis.axvline(start, color=color, linestyle=":", linewidth=1)
+        if label is None:
+            largest = [f"{bytes_text(r.bytes)} {_place(r)}" for r in self.rows[:4]]
+            axis.set_title(
+                f"peak {bytes_text(self.peak_bytes)}: {'; '.join(largest)}",
+                fontsize="small",
+                wrap=True,
+            )
+        axis.set(xlim=(0, 1), ylim=(0, None), ylabel="bytes in use, MiB")
+        axis.set_xlabel("arrays in the order they are computed; dotted: backward")
+        return axis
+
+
+def live(
+    step: Callable[..., Any], *args: Any, target: str | None = None, **kwargs: Any
+) -> Live:
+    """Compile `step` and list the arrays that live when it takes most memory.
+
+    Nothing runs. The compiler's own simulation of the schedule is read back, loops
+    included: the arrays that a scan stacks live from the scan on. An array carries
+    the source line and the module of the operation that computed it, of a fusion the
+    last one.
+
+    Args:
+      step: a function; if it is jitted its static and donated arguments count.
+      *args: its arguments, as for `memory`.
+      target: the GPU to compile for; `None` is the local backend.
+      **kwargs: its keyword arguments.
+
+    Raises:
+      ValueError: as `memory`, and where the compiler describes no program.
+      ImportError: as `memory`.
+      NotImplementedError: as `memory`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxact
+      >>> x = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+      >>> found = jaxact.live(lambda x: (x @ x) @ x, x)
+      >>> [(row.kind, row.bytes >> 20) for row in found.rows]
+      [('argument', 4), ('output', 4), ('temporary', 4)]
+    """
+    return describe(step, args, kwargs, target)[1]
+
+
+def describe(
+    step: Callable[..., Any],
+    args: Sequence[object],
+    kwargs: dict[str, Any],
+    target: str | None,
+) -> tuple[Traced, Live]:
+    """The traced step, and the arrays of the compiled one; see `live`."""
+    with tempfile.TemporaryDirectory() as folder:
+        options = {
+            "xla_dump_to": folder,
+            "xla_dump_hlo_as_proto": True,
+            # A program from JAX's persistent cache is not compiled, so not described.
+            # The other options are not in its key; this one is, and matches no emitter.
+            "xla_dump_emitter_re": folder,
+        }
+        traced, compiled = trace_and_compile(step, args, kwargs, target, options)
+        files = glob.glob(os.path.join(folder, "*after_optimizations.hlo.pb"))
+        if not files:
+            raise ValueError(
+                "jaxact.live: the compiler wrote no description of this program; "
+                "jaxact.memory has its bytes."
+            )
+        with open(max(files, key=os.path.getsize), "rb") as file:
+            heap = read_heap(wire.read(file.read()))
+    return traced, _live(heap, measure(compiled))
+
+
+def _live(heap: Heap, memory: Memory) -> Live:
+    fixed = sum(buffer.size for buffer in heap.fixed)
+    buffers = sorted([*heap.fixed, *heap.at_peak], key=lambda b: (-b.size, b.kind))
+    return Live(
+        rows=tuple(_row(buffer) for buffer in buffers),
+        curve=tuple(fixed + size for size in heap.curve) or (fixed,),
+        backward_start=heap.backward_start,
+        memory=memory,
+    )
+
+
+def _row(buffer: Buffer) -> LiveArray:
+    origin = buffer.origin
+    is_argument = "argument" in buffer.kind
+    return LiveArray(
+        bytes=buffer.size,
+        type=buffer.type,
+        kind=buffer.kind,
+        phase="" if is_argument else origin.phase,
+        path=origin.operation if is_argument else origin.path,
+        operation="" if is_argument else origin.operation,
+        source="" if is_argument else origin.source,
+    )
+
+
+def _place(row: LiveArray) -> str:
+    """The module and the operation of an array; an argument's name."""
+    return "/".join(part for part in (row.path, row.operation) if part) or row.kind
+
+
+class _Group(NamedTuple):
+    """Arrays that are alike, as a line of the table shown by default."""
+
+    size: int
+    type: str
+    kind: str
+    array: str
+    source: str
+
+
+def _group(rows: Sequence[LiveArray]) -> _Group:
+    first, count = rows[0], len(rows)
+    size = sum(row.bytes for row in rows)
+    if first.kind != "temporary":
+        names = f"{count} arrays" if count > 1 else _place(first)
+        return _Group(size, "" if count > 1 else first.type, first.kind, names, "")
+    number = f"{count} x " if count > 1 else ""
+    return _Group(
+        size,
+        number + first.type,
+        first.phase or first.kind,
+        _place(first),
+        first.source.replace("<locals>.", ""),
+    )
+
+
+_BRIEF: list[Column[_Group]] = [
+    Column("bytes", lambda group: bytes_text(group.size), is_number=True),
+    Column("type", lambda group: group.type, is_number=True),
+    Column("kind", lambda group: group.kind),
+    Column("array", lambda group: group.array),
+    Column("source", lambda group: group.source),
+]
+_COLUMNS: list[Column[LiveArray]] = [
+    Column("bytes", lambda row: bytes_text(row.bytes), is_number=True),
+    Column("type", lambda row: row.type),
+    Column("kind", lambda row: row.kind),
+    Column("phase", lambda row: row.phase),
+    Column("path", lambda row: row.path),
+    Column("operation", lambda row: row.operation),
+    Column("source", lambda row: row.source.replace("<locals>.", "")),
+]

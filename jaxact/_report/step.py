@@ -1,0 +1,85 @@
+"""The residuals and the matrix products in the program of a whole training step."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jaxact._jaxpr.compat import custom_vjp_body, open_jaxpr
+from jaxact._jaxpr.read import call_body, variables_in
+from jaxact._jaxpr.rewrite import without_unused
+from jaxact._jaxpr.types import ClosedJaxpr, Eqn, Jaxpr, Var
+from jaxact._report.residuals import tabulate
+from jaxact._report.table import ResidualRow, ResidualTable
+
+_PRODUCTS = frozenset(
+    ["dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"]
+)
+
+
+def step_program(closed: ClosedJaxpr) -> Jaxpr:
+    """A traced step without the equations that none of its results needs."""
+    jaxpr, _ = open_jaxpr(closed)
+    return without_unused(jaxpr)
+
+
+def step_residuals(jaxpr: Jaxpr) -> ResidualTable:
+    """The residuals of the gradients that a step takes.
+
+    JAX names the equations of a gradient: `jvp` in forward, `transpose` in backward. A
+    residual is computed by the first and read by the second. Those of a gradient that
+    is taken in a loop, such as one of each microbatch, count once.
+    """
+    read: dict[Var, None] = {}
+    made: set[Var] = set()
+    rows: list[ResidualRow] = []
+    referenced = 0
+    for eqn in jaxpr.eqns:
+        stack = str(eqn.source_info.name_stack)
+        if "transpose(" in stack:
+            read.update(dict.fromkeys(variables_in(eqn.invars)))
+        elif "jvp(" in stack:
+            made.update(eqn.outvars)
+        else:
+            for body in _bodies(eqn):
+                inner = step_residuals(open_jaxpr(body)[0])
+                rows += inner.rows
+                referenced += inner.referenced_bytes
+    inputs = {*jaxpr.invars, *jaxpr.constvars}
+    crossing = [v for v in read if v in made or v in inputs]
+    if made:
+        table = tabulate(jaxpr, crossing, [""] * len(jaxpr.invars))
+        rows += table.rows
+        referenced += table.referenced_bytes
+    return ResidualTable(tuple(rows), referenced)
+
+
+def count_products(jaxpr: Jaxpr) -> int:
+    """How many matrix products and convolutions a program computes.
+
+    The body of a scan counts as often as it runs, of a `cond` the largest branch, of a
+    `while` one iteration.
+    """
+    total = 0
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if name in _PRODUCTS:
+            total += 1
+            continue
+        inside = [count_products(open_jaxpr(body)[0]) for body in _bodies(eqn)]
+        each = max(inside, default=0) if name == "cond" else sum(inside)
+        total += each * eqn.params.get("length", 1) if name == "scan" else each
+    return total
+
+
+def _bodies(eqn: Eqn) -> Sequence[ClosedJaxpr]:
+    """The programs that an equation evaluates."""
+    body = call_body(eqn) or custom_vjp_body(eqn)
+    if body is not None:
+        return [body]
+    return [p for value in eqn.params.values() for p in _programs(value)]
+
+
+def _programs(value: Any) -> list[ClosedJaxpr]:
+    if isinstance(value, list | tuple):
+        return [program for part in value for program in _programs(part)]
+    is_program = hasattr(open_jaxpr(value)[0], "eqns")
+    return [value] if is_program else []
