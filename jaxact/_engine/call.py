@@ -34,7 +34,7 @@ from jaxact._engine.planning import plan_call
 from jaxact._engine.storage import Draw, Packed, Storage
 from jaxact._engine.warnings import warn_if_unused
 from jaxact._jaxpr.compat import VJP_OPTIONS, reduced_like
-from jaxact._jaxpr.evaluate import evaluate
+from jaxact._jaxpr.evaluate import evaluate, in_mesh_of
 from jaxact._jaxpr.opaque import hide
 from jaxact._jaxpr.primitives import FUSED
 from jaxact._jaxpr.read import is_float
@@ -273,10 +273,11 @@ def forward_pass(
 ) -> tuple[list[jax.Array], list[PyTree], list[jax.Array]]:
     """Outputs, packed residuals, and arrays that are kept as they are."""
     outputs, env = _evaluate(plan, [draw.seed, *values, *draw.probe.values()])
-    stored = {
-        v: _store(v, env, plan, storage, draw, salt=f"{prefix}/{number}")
-        for number, v in enumerate(plan.decisions)
-    }
+    stored = {}
+    for number, v in enumerate(plan.decisions):
+        with in_mesh_of(env[v]):
+            salt = f"{prefix}/{number}"
+            stored[v] = _store(v, env, plan, storage, draw, salt=salt)
     exact = [stored[v] for v in plan.exact]
     packed = [stored[v] for v in plan.packed]
     if packed:

@@ -1,14 +1,13 @@
-"""Networks on eight devices, spread in every way: tests/test_sharded.py runs this file.
+"""Networks on eight devices, spread in every way; tests/test_sharded.py runs it.
 
-    python sharded_layouts.py network Auto fsdp
-    python sharded_layouts.py bits Explicit
+python sharded_layouts.py network Auto fsdp
+python sharded_layouts.py bits Explicit
 """
 
 import collections
 import functools
 import re
 import sys
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +17,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import jaxact
 from support.eight_devices import COLLECTIVES
-from support.layouts import LAYOUTS, arguments, variants
+from support.layouts import LAYOUTS, arguments, gradients, network, variants
 from support.programs import relative_error, same_bits
-
-warnings.simplefilter("error")
 
 
 def exchanges(compiled):
@@ -86,22 +83,47 @@ def check_bits(kind):
     ]
     params = {"up": integers(rng, 64, 128), "down": integers(rng, 128, 64)}
     x, weights = integers(rng, 8, 4, 64), integers(rng, 8, 4, 64)
-    # Of an input alone, the gradient is exact; of the weights, it has 2-bit noise.
+    # With the noise of two bits.
     one = jax.device_get(gradient_bits(layer, weights)(params, x))
     plain = jax.grad(lambda p: (layer(p, x) * weights).sum())(params)
     assert not same_bits(one[1][0], plain)
-    is_explicit = kind is AxisType.Explicit
     for x_spec, up, down in specs:
         put = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
         placed = {"up": put(params["up"], up), "down": put(params["down"], down)}
         with jax.set_mesh(mesh):
-            place = lambda x: x
-            if is_explicit:
+            f = layer
+            if kind is AxisType.Explicit:
                 f = jax.sharding.auto_axes(layer, out_sharding=x_spec)
-            else:
-                f = functools.partial(layer, place=place)
             found = gradient_bits(f, put(weights, x_spec))(placed, put(x, x_spec))
         assert same_bits(jax.device_get(found), one), (x_spec, up, down)
+
+
+def check_auto_axes():
+    """A part that XLA places, in a program whose other types say where arrays are."""
+    (layout,) = [layout for layout in LAYOUTS if layout.name == "data and tensor"]
+    mesh = layout.mesh(AxisType.Explicit)
+
+    def inner(params, x):
+        x = network(layout, AxisType.Auto, params, x)
+        hidden = x @ params["up"]
+        deviation = lax.rsqrt(hidden.var((0, 1)) + 1e-5)
+        hidden = (hidden - hidden.mean((0, 1))) * deviation
+        return jnp.maximum(hidden, x.mean()) @ params["down"]
+
+    def block(params, x):
+        x = jnp.tanh(x)
+        y = jax.sharding.auto_axes(inner, out_sharding=layout.x)(params, x)
+        return jnp.tanh(y) * x
+
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(arguments(), layout.shardings(mesh))
+        plain = jax.jit(gradients(block))(*placed)
+        exact, packed = (
+            jax.jit(gradients(jaxact.compress(block, policy=policy)))(*placed)
+            for policy in (jaxact.Policy(default=jaxact.Exact()), jaxact.Policy(8))
+        )
+    assert same_bits(*jax.device_get((exact, plain)))
+    assert 1e-4 < relative_error(*jax.device_get((packed, plain))) < 0.02
 
 
 def check_uneven():
@@ -161,6 +183,7 @@ def main(check, *words):
     checks = {
         "network": lambda kind, *name: check_network(AxisType[kind], " ".join(name)),
         "bits": lambda kind: check_bits(AxisType[kind]),
+        "auto_axes": check_auto_axes,
         "uneven": check_uneven,
         "shard_map": lambda flag: check_shard_map(flag == "checked"),
     }
