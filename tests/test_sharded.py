@@ -5,7 +5,6 @@ from pathlib import Path
 import jax
 import pytest
 from jax.experimental import topologies
-from jax.sharding import AxisType
 
 from jaxact._memory.targets import TARGETS
 from support.eight_devices import run_on_eight_devices
