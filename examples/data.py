@@ -101,11 +101,19 @@ class Text:
 
 def load_text(path: Path | None = None) -> Text:
     """The text of the file at `path`, or Python's help."""
-    text = python_help() if path is None else path.read_text(encoding="utf-8")
+    text = python_help() if path is None else read_text(path)
     alphabet, numbers = np.unique(list(text), return_inverse=True)
     train, validation = np.split(numbers.astype(np.int32), [len(text) * 9 // 10])
     name = "Python's help" if path is None else path.stem
     return Text(name, train, validation, "".join(alphabet))
+
+
+def read_text(path: Path) -> str:
+    """The text in a file, checked to be one."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: a file of text in UTF-8 is required") from error
 
 
 def python_help() -> str:

@@ -132,5 +132,4 @@ def sample(
 
 
 if __name__ == "__main__":
-    options = loop.parser(__doc__).parse_args()
-    loop.run(training(options), options)
+    loop.main(__doc__, training)

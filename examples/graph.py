@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import command
 import graphs
 import jax
 import jax.numpy as jnp
@@ -108,10 +109,11 @@ def score(net: GCN, graph: graphs.Graph, params: Any, _: Any) -> str:
 
 def parser() -> argparse.ArgumentParser:
     found = loop.parser(__doc__)
-    found.add_argument("--net", choices=NETS, default="gcn")
+    found.add_argument("--net", choices=NETS, default="gcn", help="the network")
     return found
 
 
 if __name__ == "__main__":
     options = parser().parse_args()
-    loop.run(training(options), options)
+    with command.short_errors():
+        loop.run(training(options), options)

@@ -1,19 +1,10 @@
 """How the examples train: one step, a progress bar, checkpoints, a table of memory.
 
-An example describes its training as a `Training` and calls `run`. All have options:
-
-  --data PATH          the data; without it, data that comes with a dependency
-  --policy NAME        for residuals: default, none, or one of the others
-  --bits N             of a stored value, 1 to 8
-  --size small|full    for a CPU or for a GPU
-  --steps N            --batch N, --seed N
-  --checkpoint FOLDER  save there, and go on from the newest one there
-  --target h100        compiled memory of that GPU too, none attached (Linux only)
-  --dry-run            the table of memory alone, from shapes; nothing runs
+An example describes its training as a `Training` and calls `run`; its options are
+those of `command.py`.
 """
 
 import argparse
-import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import command
 import jax
 import numpy as np
 import optax
@@ -29,6 +21,7 @@ from flax import struct
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 from rich.table import Table
+from saving import checkpoints, record, restored
 
 import jaxact
 from jaxact import policies
@@ -36,7 +29,6 @@ from jaxact import policies
 # (params, statistics, batch) -> (loss, statistics)
 Loss = Callable[[Any, Any, Any], tuple[jax.Array, Any]]
 Measure = Callable[[], jaxact.Sensitivity]
-TARGETS = ("a100", "h100", "h200", "b200")
 
 
 class State(struct.PyTreeNode):
@@ -74,25 +66,6 @@ class Training:
     shardings: Callable[[State], Any] = lambda state: None
 
 
-def parser(doc: str | None) -> argparse.ArgumentParser:
-    """The options above; an example adds its own."""
-    found = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    found.add_argument("--data", type=Path)
-    found.add_argument("--policy", choices=POLICIES, default="default")
-    found.add_argument("--bits", type=int, default=4, choices=range(1, 9))
-    found.add_argument("--size", choices=("small", "full"), default="small")
-    found.add_argument("--steps", type=int)
-    found.add_argument("--batch", type=int)
-    found.add_argument("--seed", type=int, default=0)
-    found.add_argument("--checkpoint", type=Path)
-    found.add_argument("--save-every", type=int, default=100)
-    found.add_argument("--target", choices=TARGETS)
-    found.add_argument("--dry-run", action="store_true")
-    return found
-
-
 # The policies of `--policy`, from the bits and a way to measure sensitivities.
 POLICIES: dict[str, Callable[[int, Measure], jaxact.Policy | None]] = {
     "default": lambda bits, _: jaxact.Policy(bits),
@@ -110,10 +83,23 @@ POLICIES: dict[str, Callable[[int, Measure], jaxact.Policy | None]] = {
 }
 
 
+def main(doc: str | None, training: Callable[[argparse.Namespace], Training]) -> None:
+    """Run the training that the command line describes."""
+    options = parser(doc).parse_args()
+    with command.short_errors():
+        run(training(options), options)
+
+
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """The options that all examples have; an example adds its own."""
+    return command.parser(doc, POLICIES)
+
+
 def run(training: Training, options: argparse.Namespace) -> State:
     """Train, from the last checkpoint on; print the score and the memory."""
     console = Console(quiet=jax.process_index() > 0)
-    console.print(f"{training.name}; policy {options.policy}, {options.bits} bits")
+    bits = "" if options.policy == "none" else f", {options.bits} bits"
+    console.print(f"{training.name}; policy {options.policy}{bits}")
     if options.dry_run:
         state, table = dry_run(training, options)
         console.print(table)
@@ -125,9 +111,15 @@ def run(training: Training, options: argparse.Namespace) -> State:
     )
     shardings = training.shardings(state)
     step = training_step(training.loss(policy), training.optimizer, shardings)
+    record(options.checkpoint, training.name, options)
     with checkpoints(options.checkpoint, options.save_every) as manager:
         state, start = restored(manager, state)
-        state, seconds = train(training, step, state, start, manager)
+        if start:
+            console.print(_from_step(start, training.num_steps, options.checkpoint))
+        try:
+            state, seconds = train(training, step, state, start, manager)
+        except KeyboardInterrupt:
+            raise SystemExit(_interrupted(manager)) from None
     score = training.score(state.params, state.statistics)
     console.print(score, markup=False, highlight=False)
     if seconds:
@@ -136,6 +128,12 @@ def run(training: Training, options: argparse.Namespace) -> State:
         table = memory_table(training, policy, state, first, options.target)
     console.print(table)
     return state
+
+
+def _from_step(start: int, num_steps: int, folder: Path) -> str:
+    if start < num_steps:
+        return f"goes on from step {start}, saved in {folder}"
+    return f"finished at step {start}, saved in {folder}: trains no further"
 
 
 def dry_run(training: Training, options: argparse.Namespace) -> tuple[State, Table]:
@@ -213,25 +211,14 @@ def train(
     return state, seconds[1:]
 
 
-def checkpoints(
-    folder: Path | None, every: int
-) -> contextlib.AbstractContextManager[ocp.CheckpointManager | None]:
-    """Saves the state every so many steps and keeps the last two; `None`: never."""
-    if folder is None:
-        return contextlib.nullcontext()
-    options = ocp.CheckpointManagerOptions(save_interval_steps=every, max_to_keep=2)
-    return ocp.CheckpointManager(folder.absolute(), options=options)
-
-
-def restored(manager: ocp.CheckpointManager | None, state: State) -> tuple[State, int]:
-    """The state that was saved last and the number of steps it has had, or `state`."""
-    last = None if manager is None else manager.latest_step()
-    if manager is None or last is None:
-        return state, 0
-    like = ocp.args.StandardRestore(
-        jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
-    )
-    return manager.restore(last, args=like), last
+def _interrupted(manager: ocp.CheckpointManager | None) -> str:
+    if manager is None:
+        return "interrupted; nothing is saved: with --checkpoint FOLDER a run goes on"
+    manager.wait_until_finished()
+    last = manager.latest_step()
+    if last is None:
+        return "interrupted; nothing is saved yet: see --save-every"
+    return f"interrupted; step {last} is saved, the same command goes on from there"
 
 
 def sensitivity(training: Training, state: State, batch: Any) -> jaxact.Sensitivity:

@@ -35,6 +35,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import command
 import data
 import huggingface
 import jax
@@ -220,28 +221,35 @@ def windows(
 
 
 def parser() -> argparse.ArgumentParser:
-    found = loop.parser(__doc__)
-    found.add_argument("--model", type=Path, help="a folder of Hugging Face")
-    found.add_argument("--adapt", nargs="+", choices=BASE.maps, default=[*BASE.maps])
-    found.add_argument("--rank", type=int, default=8)
-    found.add_argument("--alpha", type=float, default=16.0)
-    found.add_argument("--output", type=Path, help="a folder for the adapters")
-    found.add_argument("--base-steps", type=int, default=300, help="without --model")
-    return found
+    options = loop.parser(__doc__)
+    add = options.add_argument
+    add("--model", type=Path, help="a folder of Hugging Face")
+    add(
+        "--adapt",
+        nargs="+",
+        choices=BASE.maps,
+        default=[*BASE.maps],
+        help="maps that get an adapter",
+    )
+    add("--rank", type=int, default=8, help="of an adapter")
+    add("--alpha", type=float, default=16.0, help="an adapter's factor, times its rank")
+    add("--output", type=Path, help="a folder for the adapters")
+    add("--base-steps", type=int, default=300, help="without --model: of a small one")
+    return options
 
 
 def main() -> None:
     options = parser().parse_args()
-    if options.dry_run and options.model is None:
-        raise SystemExit("--dry-run requires --model; its config.json is enough")
-    with tempfile.TemporaryDirectory() as temporary:
+    with command.short_errors(), tempfile.TemporaryDirectory() as temporary:
         folder = options.model
+        if folder is None and options.dry_run:
+            raise ValueError("--dry-run requires --model; its config.json is enough")
         if folder is None:
             folder = pretrained((options.output or Path(temporary)) / "base", options)
         state = loop.run(training(folder, options), options)
-    if options.output and not options.dry_run:
-        base = str(folder)
-        huggingface.save_adapters(options.output, state.params, options.alpha, base)
+        if options.output and not options.dry_run:
+            base = str(folder)
+            huggingface.save_adapters(options.output, state.params, options.alpha, base)
 
 
 if __name__ == "__main__":

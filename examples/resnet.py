@@ -106,5 +106,4 @@ def score(net: ResNet, images: Any, params: Any, statistics: Any) -> str:
 
 
 if __name__ == "__main__":
-    options = loop.parser(__doc__).parse_args()
-    loop.run(training(options), options)
+    loop.main(__doc__, training)

@@ -34,6 +34,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import command
 import gpt
 import jax
 import loop
@@ -140,17 +141,18 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
-    if options.devices is not None:  # before JAX looks for devices
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", options.devices)
-    if options.distributed:
-        jax.distributed.initialize()
-    sizes, types = options.mesh or (1, jax.device_count()), (AxisType.Auto,) * 2
-    mesh = jax.make_mesh(sizes, ("data", "fsdp"), types)
-    with jax.set_mesh(mesh):
-        chosen = training(options, mesh)
-        loop.run(chosen, options)
-        table = exchanged(chosen, options.bits)
+    with command.short_errors():
+        if options.devices is not None:  # before JAX looks for devices
+            jax.config.update("jax_platforms", "cpu")
+            jax.config.update("jax_num_cpu_devices", options.devices)
+        if options.distributed:
+            jax.distributed.initialize()
+        sizes, types = options.mesh or (1, jax.device_count()), (AxisType.Auto,) * 2
+        mesh = jax.make_mesh(sizes, ("data", "fsdp"), types)
+        with jax.set_mesh(mesh):
+            chosen = training(options, mesh)
+            loop.run(chosen, options)
+            table = exchanged(chosen, options.bits)
     Console(quiet=jax.process_index() > 0).print(table)
 
 

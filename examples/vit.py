@@ -101,5 +101,4 @@ def score(net: ViT, images: Any, params: Any, _: Any) -> str:
 
 
 if __name__ == "__main__":
-    options = loop.parser(__doc__).parse_args()
-    loop.run(training(options), options)
+    loop.main(__doc__, training)

@@ -1,5 +1,7 @@
 """The GPT in Flax NNX, and how examples train: checkpoints, policies, the table."""
 
+import dataclasses
+import itertools
 import shutil
 from pathlib import Path
 
@@ -163,6 +165,54 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path, capsys, monkeypatch):
     assert same_bits(straight, resumed)
     printed = capsys.readouterr().out
     assert printed.count("[seen 5]") == printed.count("its table") == 2
+    assert "goes on from step 4" in printed
+    loop.run(toy(), options("--policy", "acgc", *saved))
+    assert "finished at step 5" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="holds .* policy acgc.*this is .*none"):
+        loop.run(toy(), options("--policy", "none", *saved))
+
+
+def test_an_interrupted_run_says_what_is_saved(tmp_path, monkeypatch):
+    import loop
+
+    def interrupted(start):
+        yield from itertools.islice(toy().batches(start), 3)
+        raise KeyboardInterrupt
+
+    training = dataclasses.replace(toy(), batches=interrupted)
+    with pytest.raises(SystemExit, match="nothing is saved: with --checkpoint FOLDER"):
+        loop.run(training, options("--policy", "none"))
+    saved = "--checkpoint", tmp_path / "saved", "--save-every", 2
+    with pytest.raises(SystemExit, match="step 2 is saved, the same command goes on"):
+        loop.run(training, options("--policy", "none", *saved))
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--data", "missing.txt"], "No such file"),
+        (["--data", "cora.npz"], "cora.npz: a file of text in UTF-8 is required"),
+        (["--dry-run", "--policy", "gact"], "--policy gact measures a step"),
+    ],
+    ids=["missing", "no text", "no step"],
+)
+def test_an_error_of_the_command_is_one_line(tmp_path, monkeypatch, words, message):
+    import gpt
+    import loop
+
+    (tmp_path / "cora.npz").write_bytes(b"PK\xff\xfe")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["gpt.py", *words])
+    with pytest.raises(SystemExit, match=f"gpt.py: error: .*{message}") as error:
+        loop.main(gpt.__doc__, gpt.training)
+    assert "\n" not in str(error.value)
+
+
+def test_every_option_says_what_it_is_for():
+    import loop
+
+    options = loop.parser("")._actions
+    assert all(option.help for option in options)
 
 
 def test_every_policy_stores_what_backward_needs():
@@ -196,8 +246,6 @@ def test_a_dry_run_needs_no_more_than_shapes(capsys):
 
 
 def test_a_loss_that_is_not_finite_stops_the_run():
-    import dataclasses
-
     import loop
 
     broken = lambda policy: lambda params, seen, x: (jnp.nan * x.sum(), seen)

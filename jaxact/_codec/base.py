@@ -66,7 +66,8 @@ class Codec(Action, Generic[Stored]):
     """An action that encodes a residual in forward and decodes it in backward.
 
     To write one, subclass this as a frozen dataclass with `bias`, `bits`, `encode` and
-    `decode`; also `declines` and `label` where their defaults do not fit. `bias` and
+    `decode`; also `declines` and `label` where their defaults do not fit, and
+    `is_float32` for a codec that computes in float32: it declines float64. `bias` and
     `bits` may be class attributes, fields or properties. Policies, tables, measurements
     and transforms ask for nothing more.
 
@@ -99,6 +100,8 @@ class Codec(Action, Generic[Stored]):
     """
 
     is_packed: ClassVar[bool] = True
+    # Whether it computes in float32, whose range and precision float64 goes beyond.
+    is_float32: ClassVar[bool] = False
 
     @abc.abstractmethod
     def encode(self, x: jax.Array, seed: jax.Array) -> Stored:
@@ -125,10 +128,13 @@ class Codec(Action, Generic[Stored]):
         return self.encode(x, seed)
 
     def declines(self, shape: tuple[int, ...], dtype: DTypeLike) -> str | None:
-        """Unless overridden, everything but real floats is declined."""
-        if jnp.issubdtype(dtype, jnp.floating):
-            return None
-        return f"{type(self).__name__} stores real floats, not {dtype}"
+        """Unless overridden, all that is not real floats; float64 if `is_float32`."""
+        name = type(self).__name__
+        if not jnp.issubdtype(dtype, jnp.floating):
+            return f"{name} stores real floats, not {dtype}"
+        if self.is_float32 and jnp.dtype(dtype).itemsize > 4:
+            return f"{name} computes in float32; Quantize stores {dtype}"
+        return None
 
     def keep(self, stored: Stored) -> Stored:
         """The stored value, moved to where it waits for the backward pass."""

@@ -83,6 +83,7 @@ class DualPrecision(Codec[Stored]):
     group_size: int = 256
 
     bias = Bias.UNBIASED
+    is_float32 = True
 
     def __post_init__(self) -> None:
         bits = checked_bits("DualPrecision", self.bits)

@@ -47,6 +47,7 @@ class PerSample(Codec[planes.Stored]):
     shards: int = 1
 
     bias = Bias.UNBIASED
+    is_float32 = True
 
     def __post_init__(self) -> None:
         is_real = isinstance(self.bits, numbers.Real)

@@ -123,3 +123,22 @@ def test_gradients(f, scale, offset):
     # deviations of their sum are 6 * sqrt(4000) * 0.5 * 7 / 255 = 5.2, of about 4000.
     assert exact > 3000
     assert 0 < abs(gradient(small) - exact) < 5.3
+
+
+@pytest.mark.parametrize(
+    "codec", [jaxact.PerSample(8), jaxact.DualPrecision(8)], ids=str
+)
+@pytest.mark.parametrize("scale", [1.0, 1e100])
+@pytest.mark.filterwarnings("ignore:jaxact. nothing was compressed")
+def test_a_codec_in_float32_leaves_float64_exact(codec, scale):
+    """Its arithmetic would overflow, or lose digits, under the label 'unbiased'."""
+    x = jnp.asarray(normal().reshape(ROWS, 20, 25) * scale)
+    w = jnp.ones((1, 1, 25))
+    policy = Policy(default=codec)
+    f = lambda w, x: jnp.sin(x / scale * w)
+    small = jaxact.compress(f, policy=policy, activations="x")
+    gradient = lambda f: jax.grad(lambda w: f(w, x).sum())(w)
+    np.testing.assert_array_equal(gradient(small), gradient(f))
+    table = jaxact.residuals(small, w, x)
+    reasons = [row.why for row in table.rows]
+    assert any("Quantize stores float64" in why for why in reasons)

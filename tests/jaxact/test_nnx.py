@@ -83,7 +83,8 @@ def test_every_bit_is_kept_in_other_modes(variant, mode):
         check_every_bit(variant, mode)
 
 
-@pytest.mark.parametrize("variant", VARIANTS[:1], ids=str)  # slow
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS[:1], ids=str)
 def test_op_by_op_every_bit_is_kept(variant):
     with jax.disable_jit():
         plainly, exactly, small = (

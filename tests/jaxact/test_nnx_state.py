@@ -16,6 +16,7 @@ from flax import nnx
 
 import jaxact
 from jaxact import Exact, Policy, Quantize
+from support.newest import mostly_newest
 from support.nnx_modules import Block, same
 from support.wrapping import WIDTH, data
 
@@ -49,7 +50,7 @@ HOMES = (
     Home("dataclass", Pair, lambda c: (c.first, c.second)),
     Home("nnx.List", lambda m, a: nnx.List([m, nnx.Variable(a)]), lambda c: c),
 )
-homes = pytest.mark.parametrize("home", HOMES, ids=str)
+homes = pytest.mark.parametrize("home", mostly_newest(HOMES, ("dict", "nnx.List")))
 
 
 def in_home(home):

@@ -12,6 +12,7 @@ import jaxact
 from jaxact import Policy
 from support import oracle
 from support.eight_devices import run_on_eight_devices
+from support.newest import newest
 
 pytestmark = pytest.mark.unoptimized
 
@@ -64,7 +65,8 @@ def mapped(ws, x):
 # JAX 0.10 keeps one record of what a custom rule in a branch saves, and takes it for
 # that of another derivative of the same trace, by other arguments.
 later = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="a defect of JAX")
-PROGRAMS = [unrolled, scanned, pushed, jitted, checkpointed, mapped]
+PROGRAMS = [scanned, checkpointed, mapped]
+PROGRAMS += [pytest.param(f, marks=newest) for f in (unrolled, pushed, jitted)]
 PROGRAMS += [pytest.param(branched, marks=later)]
 
 

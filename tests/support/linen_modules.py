@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from support.newest import mostly_newest, newest
 from support.wrapping import AS_WRITTEN, WIDTH, data
 
 STREAMS = {"params": True, "dropout": True, "jaxact": True}
@@ -200,7 +201,10 @@ VARIANTS = [
     Variant("nested", lambda wrap: wrap(Holder)(wrap(Block)())),
     Variant("arguments", lambda wrap: Caller(wrap(Arguments))),
 ]
-every_variant = pytest.mark.parametrize("variant", VARIANTS, ids=str)
+# One of each kind: a class, methods, a module in another, each transform once.
+KINDS = ("class", "conv", "setup-methods", "shared", "nested", "arguments")
+KINDS += ("inside-scan", "around-vmap", "around-remat", "inside-jit")
+every_variant = pytest.mark.parametrize("variant", mostly_newest(VARIANTS, KINDS))
 # How parameters are named and initialized: a lifted class, methods, a class in another.
 LIFTS = ("around-scan", "setup-methods", "nested")
 
@@ -218,9 +222,14 @@ OP_BY_OP = ("class", "around-scan", "nested")
 every_mode = pytest.mark.parametrize(
     "variant, mode",
     [
-        *(pytest.param(v, "jitted", id=f"{v}-jitted") for v in VARIANTS),
         *(
-            pytest.param(v, "op", id=f"{v}-op", marks=_slow_unless(v, ("nested",)))
+            pytest.param(
+                v, "jitted", id=f"{v}-jitted", marks=() if v.name in KINDS else newest
+            )
+            for v in VARIANTS
+        ),
+        *(
+            pytest.param(v, "op", id=f"{v}-op", marks=pytest.mark.slow)
             for v in VARIANTS
             if v.name in OP_BY_OP
         ),

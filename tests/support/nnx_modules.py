@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from support.newest import mostly_newest
 from support.wrapping import AS_WRITTEN, WIDTH, data
 
 
@@ -140,7 +141,10 @@ VARIANTS = [
     Variant("inside-remat", lambda wrap, rngs: Stack(wrap(Block), rngs, remat)),
     Variant("around-remat", lambda wrap, rngs: Stack(Block, rngs, wrap(remat))),
 ]
-every_variant = pytest.mark.parametrize("variant", VARIANTS, ids=str)
+# One of each kind: a module, a function, a module in another, each transform once.
+KINDS = ("class", "instance", "nested", "shared", "function")
+KINDS += ("inside-scan", "around-vmap", "around-remat")
+every_variant = pytest.mark.parametrize("variant", mostly_newest(VARIANTS, KINDS))
 # Modes change how state is split and merged: those that differ in it.
 SOME = ("class", "instance", "function", "keyword", "around-scan", "inside-remat")
 # Where the stream is found differs in these.

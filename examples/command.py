@@ -1,0 +1,72 @@
+"""The command line of the examples: their options, errors and interrupts in one line.
+
+  --data PATH          the data; without it, data that comes with a dependency
+  --policy NAME        for residuals: default, none, or one of the others
+  --checkpoint FOLDER  save there, and go on from the newest one there
+  --dry-run            the table of memory alone, from shapes; nothing runs
+
+and others: `--help` lists them.
+"""
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+TARGETS = ("a100", "h100", "h200", "b200")
+
+
+def parser(doc: str | None, policies: Iterable[str]) -> argparse.ArgumentParser:
+    """The options that all examples have; an example adds its own.
+
+    Args:
+      doc: the example's description.
+      policies: names for `--policy`.
+    """
+    options = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = options.add_argument
+    add("--data", type=Path, help="the data; else data that comes with a dependency")
+    add(
+        "--policy",
+        choices=tuple(policies),
+        default="default",
+        help="for the residuals; none: nothing is compressed",
+    )
+    add("--bits", type=int, default=4, choices=range(1, 9), help="of a stored value")
+    add(
+        "--size",
+        choices=("small", "full"),
+        default="small",
+        help="small: for a CPU; full: for a GPU",
+    )
+    add("--steps", type=int, help="of the whole training")
+    add("--batch", type=int, help="examples in a step")
+    add("--seed", type=int, default=0, help="of parameters and of the data's order")
+    add("--checkpoint", type=Path, help="save in this folder, and go on from there")
+    add("--save-every", type=int, default=100, help="steps from one saving to the next")
+    add(
+        "--target",
+        choices=TARGETS,
+        help="compiled memory of this GPU too, none attached (Linux only)",
+    )
+    add("--dry-run", action="store_true", help="the table of memory alone; no training")
+    return options
+
+
+@contextlib.contextmanager
+def short_errors() -> Iterator[None]:
+    """Print what is wrong with the command or its files as one line, and exit.
+
+    Other exceptions are defects and keep their traceback.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
+    except (ValueError, OSError, FloatingPointError) as error:
+        script = Path(sys.argv[0]).name
+        raise SystemExit(f"{script}: error: {error}") from error
