@@ -13,11 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from jaxact._engine.storage import BackwardProgram, Packed, Probe, Storage
 from jaxact._engine.unused import UsedPart, used_part
+from jaxact._jaxpr.compat import barrier
 from jaxact._jaxpr.evaluate import in_mesh_of, value_of
 from jaxact._jaxpr.types import Env, PyTree, Var
 from jaxact._plan.storage import StoragePlan
@@ -50,7 +50,7 @@ def backward_pass(
         return results
     # Together: else XLA puts a weight's gradient off, and the residual that it reads
     # is decoded and kept (726 instead of 553 MiB for ResNet-50 on an H100).
-    return lax.optimization_barrier(results)
+    return barrier(results)
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def backward_inputs(
     if not packed and not plan.replay:
         return BackwardInputs(packed, env, sources, arrays)
     floating = [i for i, c in enumerate(arrays) if c.dtype != jax.dtypes.float0]
-    packed, values, waiting = lax.optimization_barrier(
+    packed, values, waiting = barrier(
         (packed, list(sources.values()), [arrays[i] for i in floating])
     )
     for i, c in zip(floating, waiting, strict=True):

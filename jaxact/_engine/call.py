@@ -20,7 +20,6 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.extend import source_info_util
@@ -33,7 +32,7 @@ from jaxact._engine.outputs import independent_outputs, select_outputs, when_all
 from jaxact._engine.planning import plan_call
 from jaxact._engine.storage import Draw, Packed, Storage
 from jaxact._engine.warnings import warn_if_unused
-from jaxact._jaxpr.compat import VJP_OPTIONS, reduced_like
+from jaxact._jaxpr.compat import VJP_OPTIONS, barrier, reduced_like
 from jaxact._jaxpr.evaluate import evaluate, in_mesh_of
 from jaxact._jaxpr.opaque import hide
 from jaxact._jaxpr.primitives import FUSED
@@ -281,7 +280,7 @@ def forward_pass(
     exact = [stored[v] for v in plan.exact]
     packed = [stored[v] for v in plan.packed]
     if packed:
-        outputs, packed = lax.optimization_barrier((outputs, packed))
+        outputs, packed = barrier((outputs, packed))
     # Behind the barrier: XLA's host offloading does not look through one.
     codecs = [plan.decisions[v].codec for v in plan.packed]
     packed = [c.keep(x) for c, x in zip(codecs, packed, strict=True)]

@@ -1,7 +1,7 @@
 """Evaluate a traced program, equation by equation."""
 
 import contextlib
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -46,8 +46,6 @@ def bind(eqn: Eqn, values: Sequence[Array]) -> list[Any]:
     copies_nan = _finds_nans() and all(map(_is_nan, values))
     look = jax.debug_nans(False) if copies_nan else contextlib.nullcontext()
     with traced_at(eqn), eqn.ctx.manager, look:
-        if eqn.primitive.name == "pvary":
-            return [varying_over(values[0], params["axes"])]
         out = eqn.primitive.bind(*functions, *values, **params)
     return list(out) if eqn.primitive.multiple_results else [out]
 
@@ -86,18 +84,9 @@ def varying_alike(values: Sequence[Array]) -> list[Any]:
 
     Primitives, unlike `lax` functions, do not cast a constant themselves.
     """
-    every = set().union(*map(_varying, values))
-    return [varying_over(v, every) for v in values]
-
-
-def varying_over(x: Array, axes: Collection[str]) -> Any:
-    """The value with a type that varies over these manual axes too.
-
-    It may do already: in 0.10 all results of an optimization barrier vary alike.
-    """
-    missing = set(axes) - _varying(x)
-    return lax.pcast(x, tuple(missing), to="varying") if missing else x
-
-
-def _varying(x: Array) -> set[str]:
-    return set(jax.typeof(x).manual_axis_type.varying)
+    axes = [set(jax.typeof(v).manual_axis_type.varying) for v in values]
+    every = set().union(*axes)
+    return [
+        lax.pcast(v, tuple(every - own), to="varying") if own != every else v
+        for v, own in zip(values, axes, strict=True)
+    ]

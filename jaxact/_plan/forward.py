@@ -99,7 +99,8 @@ def trace_forward(
         counts.update(outputs=len(out), residuals=len(leaves))
         trees.append(tree)
         gradients = jax.tree.leaves(vjp([_cotangent(x) for x in out]))
-        exist = [g for g in gradients if g.dtype != jax.dtypes.float0]
+        # Python numbers too: an output of a scan, a rule's own zero.
+        exist = [g for g in gradients if getattr(g, "dtype", None) != jax.dtypes.float0]
         return [*out, *leaves, *exist]
 
     jaxpr, consts = open_jaxpr(jax.make_jaxpr(forward)(seed, *values))
@@ -118,6 +119,6 @@ def trace_forward(
 
 
 def _cotangent(x: Array) -> Any:
-    if jnp.issubdtype(x.dtype, jnp.inexact):
+    if jnp.issubdtype(jnp.result_type(x), jnp.inexact):
         return cotangent_p.bind(x)
-    return np.zeros(x.shape, jax.dtypes.float0)
+    return np.zeros(np.shape(x), jax.dtypes.float0)
