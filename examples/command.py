@@ -10,9 +10,11 @@ and others: `--help` lists them.
 
 import argparse
 import contextlib
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 TARGETS = ("t4", "l4", "a10g", "rtx4090", "a100", "h100", "h200", "b200")
 
@@ -54,6 +56,15 @@ def parser(doc: str | None, policies: Iterable[str]) -> argparse.ArgumentParser:
     )
     add("--dry-run", action="store_true", help="the table of memory alone; no training")
     return options
+
+
+def exit_alone(message: str) -> NoReturn:
+    """Print an error and end this process, without waiting for any other.
+
+    A usual exit closes checkpoints and connections, which waits for all processes.
+    """
+    print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 @contextlib.contextmanager

@@ -120,6 +120,10 @@ def run(training: Training, options: argparse.Namespace) -> State:
             state, seconds = train(training, step, state, start, manager)
         except KeyboardInterrupt:
             raise SystemExit(_interrupted(manager)) from None
+        except jax.errors.JaxRuntimeError as error:
+            if jax.process_count() == 1:
+                raise
+            command.exit_alone(_disconnected(options.checkpoint, error))
     score = training.score(state.params, state.statistics)
     console.print(score, markup=False, highlight=False)
     if seconds:
@@ -219,6 +223,15 @@ def _interrupted(manager: ocp.CheckpointManager | None) -> str:
     if last is None:
         return "interrupted; nothing is saved yet: see --save-every"
     return f"interrupted; step {last} is saved, the same command goes on from there"
+
+
+def _disconnected(folder: Path | None, error: Exception) -> str:
+    where = "the last step saved" if folder else "nothing: give --checkpoint FOLDER"
+    return (
+        f"process {jax.process_index()} of {jax.process_count()} cannot go on: another "
+        f"one has ended, or is out of reach. Start all of them again; they go on from "
+        f"{where}. JAX says: {str(error).splitlines()[0]}"
+    )
 
 
 def sensitivity(training: Training, state: State, batch: Any) -> jaxact.Sensitivity:

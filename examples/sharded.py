@@ -3,12 +3,15 @@
   python examples/sharded.py --devices 8 --mesh 2 4           simulated, on a CPU
   python examples/sharded.py --size full --data TEXT          all GPUs of a host
   srun python examples/sharded.py --mesh 2 8 --distributed    two hosts of eight GPUs
+  python examples/sharded.py --devices 4 --mesh 2 4 --coordinator localhost:7000 \\
+    --processes 2 --process 0 & the same with --process 1     two processes, on a CPU
 
 A batch is spread over all devices of the mesh, in both of its directions. Matrices and
 their optimizer state are spread over the second one, "fsdp": XLA gathers
 those of a layer when it needs them, in the forward and again in the backward pass.
 Compression works on each device's own arrays, so it adds nothing to the exchange.
-How processes find each other: `jax.distributed.initialize`.
+How processes find each other: `jax.distributed.initialize`. If one ends, so do the
+others, with an error; the same commands go on from --checkpoint, a folder that all see.
 
 Small, with `--data tinyshakespeare.txt`: the network and the steps of gpt.py, about
 140 s of CPU time and 0.9 GB (2-core CPU, JAX 0.12.0, 4 bits, one seed). Temporaries are
@@ -128,15 +131,39 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--mesh", type=int, nargs=2, metavar=("DATA", "FSDP"), help=sizes
     )
-    parser.add_argument("--devices", type=int, help="so many simulated, on a CPU")
-    parser.add_argument("--distributed", action="store_true", help="several processes")
+    parser.add_argument(
+        "--devices", type=int, help="so many simulated, on a CPU, in each process"
+    )
+    parser.add_argument(
+        "--distributed",
+        action="store_true",
+        help="several processes, as SLURM, MPI or the cloud started them",
+    )
+    parser.add_argument("--coordinator", help="HOST:PORT of process 0")
+    parser.add_argument("--processes", type=int, help="so many; with --coordinator")
+    parser.add_argument("--process", type=int, help="the number of this one, from 0")
     options = parser.parse_args()
     if options.target is not None:
         parser.error(
             "--target compiles for one GPU, this example for a mesh: use gpt.py with "
             "--batch set to the part that one device of the mesh gets"
         )
+    numbers = options.coordinator, options.processes, options.process
+    if None in numbers and any(number is not None for number in numbers):
+        parser.error("--coordinator, --processes and --process are required together")
     return options
+
+
+def connect(options: argparse.Namespace) -> None:
+    """Make the devices of all processes one set of devices."""
+    if options.distributed or options.coordinator is not None:
+        jax.distributed.initialize(
+            options.coordinator,
+            options.processes,
+            options.process,
+            # A process that is gone is noticed after so long where no error tells.
+            heartbeat_timeout_seconds=30,
+        )
 
 
 def main() -> None:
@@ -145,8 +172,8 @@ def main() -> None:
         if options.devices is not None:  # before JAX looks for devices
             jax.config.update("jax_platforms", "cpu")
             jax.config.update("jax_num_cpu_devices", options.devices)
-        if options.distributed:
-            jax.distributed.initialize()
+            jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        connect(options)
         sizes, types = options.mesh or (1, jax.device_count()), (AxisType.Auto,) * 2
         mesh = jax.make_mesh(sizes, ("data", "fsdp"), types)
         with jax.set_mesh(mesh):

@@ -129,10 +129,9 @@ class TraceCache:
 
     def keep(self, on_arrays: "_OnArrays") -> None:
         """Remember a function after its trace, which may count in a closure."""
-        values = on_arrays.values()
-        if values is None:
+        key, values = on_arrays.key(), on_arrays.values()
+        if key is None or values is None:
             return
-        key = on_arrays.key()
         self._entries.pop(key, None)
         self._entries[key] = on_arrays, values
         if len(self._entries) > _SIGNATURES:
@@ -152,6 +151,7 @@ class _OnArrays:
       dynamic: the arrays' numbers among all leaves.
       tree: of [*args, *kwargs.values()], static ones wrapped.
       num_args, names: of positional arguments, and of keywords.
+      static: arguments in the tree that are not leaves of it.
     """
 
     f: Callable[..., Any]
@@ -160,6 +160,7 @@ class _OnArrays:
     tree: Any
     num_args: int
     names: tuple[str, ...]
+    static: tuple[object, ...]
 
     def __call__(self, *arrays: jax.Array) -> tuple[list[Any], Static]:
         """The result's arrays, and beside them what else it takes to rebuild it."""
@@ -178,19 +179,20 @@ class _OnArrays:
 
     def values(self) -> tuple[object, ...] | None:
         """The constants that the trace depends on, see `read_values`."""
-        return read_values(self.f, *self._constants())
+        return read_values(self.f, *self.leaves, *self.static)
 
-    def key(self) -> Hashable:
-        """The same for calls whose traces may be the same."""
-        others = tuple((type(x), repr(x)) for x in self.leaves if not is_array(x))
-        return self.f, others, self.dynamic, self.tree, self.num_args, self.names
+    def key(self) -> Hashable | None:
+        """The same for calls whose traces may be the same; None: it has none.
 
-    def _constants(self) -> list[object]:
-        nodes = jax.tree.leaves(
-            jax.tree.unflatten(self.tree, self.leaves),
-            is_leaf=lambda x: isinstance(x, Static),
-        )
-        return [x.value if isinstance(x, Static) else x for x in nodes]
+        A user's pytree may hold values that have no hash beside its arrays.
+        """
+        others = tuple((type(x), repr(x)) for x in self.leaves)
+        key = others, self.dynamic, self.tree, self.num_args, self.names
+        try:
+            hash(key)
+        except TypeError:
+            return None
+        return key
 
 
 def trace(
@@ -218,7 +220,8 @@ def trace(
     labels, kinds, owners = _label(values, describe)
     dynamic = tuple(i for i, leaf in enumerate(leaves) if is_array(leaf))
     others = tuple(None if is_array(leaf) else leaf for leaf in leaves)
-    on_arrays = _OnArrays(f, others, dynamic, tree, len(args), tuple(kwargs))
+    static = tuple(v.value for v in values if isinstance(v, Static))
+    on_arrays = _OnArrays(f, others, dynamic, tree, len(args), tuple(kwargs), static)
     if cache is not None:
         on_arrays = cache.find(on_arrays)
     arrays: list[Any] = [leaves[i] for i in dynamic]

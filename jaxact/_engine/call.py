@@ -20,7 +20,6 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
@@ -34,8 +33,8 @@ from jaxact._engine.planning import CallKey, plan_call
 from jaxact._engine.scan import CompressBody, contains_scan
 from jaxact._engine.storage import Draw, Packed, Storage
 from jaxact._engine.warnings import notice, planning, warn_about_rules
-from jaxact._jaxpr.compat import VJP_OPTIONS, reduced_like
-from jaxact._jaxpr.evaluate import evaluate
+from jaxact._jaxpr.compat import VJP_OPTIONS, barrier, reduced_like
+from jaxact._jaxpr.evaluate import evaluate, in_mesh_of
 from jaxact._jaxpr.labels import Label, current_path, with_labels
 from jaxact._jaxpr.opaque import hide
 from jaxact._jaxpr.primitives import FUSED
@@ -297,14 +296,15 @@ def forward_pass(
 ) -> tuple[list[jax.Array], list[PyTree], list[jax.Array]]:
     """Outputs, packed residuals, and arrays that are kept as they are."""
     outputs, env = _evaluate(plan, [draw.seed, *values, *draw.probe.values()])
-    stored = {
-        v: _store(v, env, plan, storage, draw, salt=f"{prefix}/{number}")
-        for number, v in enumerate(plan.decisions)
-    }
+    stored = {}
+    for number, v in enumerate(plan.decisions):
+        with in_mesh_of(env[v]):
+            salt = f"{prefix}/{number}"
+            stored[v] = _store(v, env, plan, storage, draw, salt=salt)
     exact = [stored[v] for v in plan.exact]
     packed = [stored[v] for v in plan.packed]
     if packed:
-        outputs, packed = lax.optimization_barrier((outputs, packed))
+        outputs, packed = barrier((outputs, packed))
     # Behind the barrier: XLA's host offloading does not look through one.
     codecs = [plan.decisions[v].codec for v in plan.packed]
     packed = [c.keep(x) for c, x in zip(codecs, packed, strict=True)]

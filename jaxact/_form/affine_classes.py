@@ -93,7 +93,11 @@ def classify(
             classes.base[v] = v
     for eqn in jaxpr.eqns:
         for v in eqn.outvars:
-            base = _base(eqn, v, classes, comparisons, small_size)
+            # A weight that a shard_map copies to each device is no activation.
+            is_copied = eqn.primitive.name == "shard_map" and not is_activation(v)
+            base = None
+            if not is_copied:
+                base = _base(eqn, v, classes, comparisons, small_size)
             if base is None and not _settle(eqn, v, classes, is_activation, small_size):
                 base = v
             if base is not None and v in kept:

@@ -14,7 +14,7 @@ from jaxact._form.poles import bases_near_poles
 from jaxact._form.pooling import pool_body
 from jaxact._form.short_norms import bases_in_short_norms
 from jaxact._jaxpr.flow import fact_of
-from jaxact._jaxpr.primitives import ELEMENTWISE, VIEWS
+from jaxact._jaxpr.primitives import ELEMENTWISE, PLACEMENTS, VIEWS
 from jaxact._jaxpr.read import is_float, is_literal, variables_in
 from jaxact._jaxpr.rewrite import Body, flatten, inlinable_body
 from jaxact._jaxpr.types import Atom, Eqn, Var
@@ -155,9 +155,10 @@ def _roundings(chooser: Chooser, stored: Sequence[Var]) -> dict[Atom, int]:
 def _referenced(reading: Reading) -> set[Var]:
     """Inputs that JAX keeps as they are, or moved: they are at hand anyway."""
     makers, referenced = reading.producers, set()
+    moves = VIEWS | PLACEMENTS
     for leaf in reading.leaves:
         v: Atom = leaf
-        while v in makers and makers[v].primitive.name in VIEWS:
+        while v in makers and makers[v].primitive.name in moves:
             v = makers[v].invars[0]
             if is_literal(v):
                 break

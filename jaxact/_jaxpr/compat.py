@@ -6,7 +6,7 @@ reaches into `jax._src`. Versions meant: 0.10.2 to 0.12.
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax import lax
@@ -14,12 +14,15 @@ from jax.extend import core as jex
 
 from jaxact._jaxpr.types import Array, Atom, Aval, ClosedJaxpr, Eqn, Jaxpr, Var
 
+T = TypeVar("T")
+
 # 0.12 batches a backward rule correctly when an output ignores the mapped argument;
 # before, such an output's cotangent was counted once per example, so `_engine`
 # splits outputs by the arguments that they depend on.
 HAS_GENERIC_BATCHING = (
     "generic_batching" in inspect.signature(jax.custom_vjp.defvjp).parameters
 )
+BARRIER_KEEPS_TYPES = jax.__version_info__ >= (0, 11)
 VJP_OPTIONS: dict[str, Any] = {"symbolic_zeros": True} | (
     {"generic_batching": True} if HAS_GENERIC_BATCHING else {}
 )
@@ -83,6 +86,27 @@ def reduced_like(gradient: jax.Array, aval: Aval) -> jax.Array:
     varying = jax.typeof(gradient).manual_axis_type.varying
     summed = set(varying) - set(aval.manual_axis_type.varying)
     return lax.psum(gradient, tuple(summed)) if summed else gradient
+
+
+def barrier(operands: T) -> T:
+    """`lax.optimization_barrier`: no result is there before all operands are.
+
+    In 0.10 all its results vary over the manual axes over which any operand does, which
+    is then no cotangent's type. There the results that vary over fewer axes wait only
+    for operands that vary over no others.
+    """
+    leaves, tree = jax.tree.flatten(operands)
+    kinds = [frozenset(jax.typeof(x).manual_axis_type.varying) for x in leaves]
+    if BARRIER_KEEPS_TYPES or len(set(kinds)) <= 1:
+        return lax.optimization_barrier(operands)
+    results = list(leaves)
+    for kind in set(kinds):
+        waiting = [i for i, k in enumerate(kinds) if k <= kind]
+        held = lax.optimization_barrier([leaves[i] for i in waiting])
+        for i, x in zip(waiting, held, strict=True):
+            if kinds[i] == kind:
+                results[i] = x
+    return jax.tree.unflatten(tree, results)
 
 
 def with_constants(

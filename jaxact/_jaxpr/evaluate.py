@@ -68,6 +68,17 @@ def traced_at(eqn: Eqn) -> contextlib.AbstractContextManager[None]:
     return source_info_util.user_context(info.traceback, name_stack=stack)
 
 
+def in_mesh_of(x: Array) -> contextlib.AbstractContextManager[object]:
+    """A context in which operations on `x` are typed as they were where it was made.
+
+    Under Explicit axes, inside `jax.sharding.auto_axes`, that is another mesh.
+    """
+    mesh, around = jax.typeof(x).sharding.mesh, jax.sharding.get_abstract_mesh()
+    if mesh.empty or around.empty or mesh == around:
+        return contextlib.nullcontext()
+    return jax.sharding.use_abstract_mesh(mesh)
+
+
 def varying_alike(values: Sequence[Array]) -> list[Any]:
     """The values as operands for one primitive inside a `shard_map` that checks them.
 

@@ -68,7 +68,7 @@ def flow_through(
         ]
     if name == "optimization_barrier":
         return list(facts)
-    body = call_body(eqn)
+    body = eqn.params["jaxpr"] if name == "shard_map" else call_body(eqn)
     if body is not None:
         return _outputs(body, facts, transfer, (*around, eqn))
     return [transfer(eqn, facts, around)] * len(eqn.outvars)

@@ -10,7 +10,10 @@ RESHAPES = frozenset(
 # Identities that only label their operand: `checkpoint_name`.
 LABELS = frozenset(["name"])
 # Change neither.
-COPIES = LABELS | frozenset("copy copy_p stop_gradient sharding_constraint".split())
+COPIES = LABELS | frozenset("copy copy_p stop_gradient pvary".split())
+# Say on which devices an array is; the values are the same. To evaluate one again may
+# send the array again, so it is no copy: its result is stored, as JAX does.
+PLACEMENTS = frozenset("sharding_constraint reshard mesh_cast device_put".split())
 # Change an element's type, or only its precision.
 CASTS = frozenset("convert_element_type reduce_precision".split())
 # Where a value comes from is read through these; `jax.checkpoint` puts the second two
@@ -42,10 +45,8 @@ _INTEGER = frozenset(
     "and or not xor shift_left shift_right_logical shift_right_arithmetic rem "
     "population_count clz".split()
 )
-# Elementwise and linear. A sharding constraint is for a whole array: no part of a cell.
-LINEAR = (
-    frozenset("add sub neg add_any".split()) | CASTS | COPIES - {"sharding_constraint"}
-)
+# Elementwise and linear. `pvary` is about types in a shard_map: no part of a cell.
+LINEAR = frozenset("add sub neg add_any".split()) | CASTS | COPIES - {"pvary"}
 ELEMENTWISE = LINEAR | PIECEWISE | SMOOTH | STEPS | _INTEGER
 # XLA computes these where their result is read, and not in memory. A kernel would:
 # with kernels for everything a ResNet-50 step moves 40.9 GB and takes 834 MiB, with

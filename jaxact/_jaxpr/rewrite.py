@@ -214,9 +214,12 @@ def new_equation(
     outputs: Sequence[Var],
     params: Params,
 ) -> Eqn:
-    """An equation without side effects or a scope, at the source line of `like`."""
+    """An equation without side effects or a scope, at the source line of `like`.
+
+    In its context too: the mesh, where it is to be computed.
+    """
     source = like.source_info.replace(name_stack=source_info_util.new_name_stack())
     eqn: Any = jex.new_jaxpr_eqn(
-        list(inputs), list(outputs), primitive, params, jex.no_effects, source
+        list(inputs), list(outputs), primitive, params, jex.no_effects, source, like.ctx
     )
     return eqn

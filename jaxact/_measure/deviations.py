@@ -78,7 +78,7 @@ _SLOPES: dict[str, tuple[_Slope | None, ...]] = {
     "erf": (lambda xs, y, p: 2 / math.sqrt(math.pi) * jnp.exp(-xs[0] * xs[0]),),
     "sin": (lambda xs, y, p: jnp.cos(xs[0]),),
     "cos": (lambda xs, y, p: -jnp.sin(xs[0]),),
-    **dict.fromkeys(CASTS | COPIES - {"stop_gradient", "sharding_constraint"}, (_one,)),
+    **dict.fromkeys(CASTS | COPIES - {"stop_gradient", "pvary"}, (_one,)),
 }
 
 FOLLOWED = _MOVES | _SUMS | _SLOPES.keys() | {"select_n", "optimization_barrier"}

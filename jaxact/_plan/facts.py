@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from jaxact._jaxpr.flow import union
-from jaxact._jaxpr.primitives import VIEWS
+from jaxact._jaxpr.primitives import PLACEMENTS, VIEWS
 from jaxact._jaxpr.read import is_float
 from jaxact._jaxpr.types import Eqn
 from jaxact._plan.mark import mark_p
@@ -30,6 +30,6 @@ def kind_of(facts: int) -> Kind:
 def learn(eqn: Eqn, facts: Sequence[int], around: tuple[Eqn, ...]) -> int:
     """An unknown argument makes activations where it is computed with, not moved."""
     out = union(eqn, facts, around)
-    if out & UNKNOWN and eqn.primitive.name not in VIEWS:
+    if out & UNKNOWN and eqn.primitive.name not in VIEWS | PLACEMENTS:
         out |= ACTIVATION
     return out | (STORED if eqn.primitive is mark_p else 0)

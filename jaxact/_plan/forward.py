@@ -119,7 +119,8 @@ class ForwardTrace:
         out, vjp = jax.vjp(of_active, *active_of(values, self.is_active))
         leaves, tree = jax.tree.flatten(vjp)
         gradients = jax.tree.leaves(vjp([_cotangent(x) for x in out]))
-        exist = [g for g in gradients if g.dtype != jax.dtypes.float0]
+        # Python numbers too: an output of a scan, a rule's own zero.
+        exist = [g for g in gradients if getattr(g, "dtype", None) != jax.dtypes.float0]
         return [*out, *leaves, *exist], Static(_Counts(len(out), len(leaves), tree))
 
 
@@ -150,6 +151,6 @@ def _forward(closed: ClosedJaxpr, counts: _Counts) -> Forward:
 
 
 def _cotangent(x: Array) -> Any:
-    if jnp.issubdtype(x.dtype, jnp.inexact):
+    if jnp.issubdtype(jnp.result_type(x), jnp.inexact):
         return cotangent_p.bind(x)
-    return np.zeros(x.shape, jax.dtypes.float0)
+    return np.zeros(np.shape(x), jax.dtypes.float0)

@@ -49,7 +49,8 @@ class Replay:
         out = self.eqn.outvars[0].aval
         first, second = (jnp.asarray(x, out.dtype) for x in values)
         pair = (first, second) if on_first else (second, first)
-        return [jnp.where(env[mask], *pair)]
+        with self.eqn.ctx.manager:
+            return [jnp.where(env[mask], *pair)]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -21,6 +21,7 @@ from jaxact._jaxpr.primitives import (
     JOINS,
     MATMULS,
     MOVES,
+    PLACEMENTS,
     SELECTIONS,
     SOLVERS,
 )
@@ -38,10 +39,11 @@ _LINEAR = (
     frozenset(
         "add sub neg add_any select_n reduce_sum cumsum reduce_window_sum real imag "
         "conj complex fft dynamic_update_slice scatter scatter-add scatter_add psum "
-        "psum_invariant all_gather all_to_all ppermute reduce_scatter pbroadcast pvary "
-        "device_put tile jaxact_pick jaxact_residual".split()
+        "psum_invariant all_gather all_to_all ppermute reduce_scatter pbroadcast tile "
+        "jaxact_pick jaxact_residual".split()
     )
     | MOVES
+    | PLACEMENTS
     | JOINS
     | SELECTIONS
 )

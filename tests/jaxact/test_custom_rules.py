@@ -108,3 +108,16 @@ def test_custom_rules_inside_are_kept(transform, f, extra):
     )
     got, want = (jax.jit(jax.grad(outer(g)))(x, extra) for g in (small, f))
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_outputs_and_gradients_may_be_python_numbers():
+    """An output that is a constant; a gradient that a rule gives as a number."""
+
+    @jax.custom_vjp
+    def f(x, count):
+        return x, 7
+
+    f.defvjp(lambda x, count: ((x, 7), None), lambda _, ct: (2.0, None))
+    small = jaxact.compress(f, policy=Policy(default=Exact()))
+    gradient, total = jax.grad(small, has_aux=True)(1.0, 3)
+    assert gradient == 2 and total == 7

@@ -180,3 +180,45 @@ def test_no_tracer_is_kept():
     captured = None
     jax.clear_caches()
     np.testing.assert_array_equal(jax.grad(loss)(2.0, W), first)
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass
+class Pair:
+    """A pytree that refuses None in place of arrays, with a value without a hash."""
+
+    a: object
+    b: object
+    options: object
+
+    def tree_flatten(self):
+        return (self.a, self.b), self.options
+
+    @classmethod
+    def tree_unflatten(cls, options, children):
+        assert all(child is not None for child in children)
+        return cls(*children, options)
+
+
+@pytest.mark.parametrize("options", [(1, 2), [1, 2]], ids=["hash", "no hash"])
+def test_a_users_pytree(options):
+    f = lambda pair, x: jnp.sin(x @ pair.a) * jnp.cos(x @ pair.b)
+    small = exact(f)
+    pair = Pair(W, 2 * W, options)
+    for _ in range(2):
+        np.testing.assert_array_equal(small(pair, X), f(pair, X))
+
+
+def test_a_callable_without_a_hash():
+    @dataclasses.dataclass
+    class Net:
+        w: object
+
+        def __call__(self, x):
+            return jnp.sin(x @ self.w)
+
+    net = Net(W)
+    small = jaxact.compress(net)
+    np.testing.assert_array_equal(small(X), net(X))
+    net.w = 2 * W
+    np.testing.assert_array_equal(small(X), net(X))

@@ -8,8 +8,8 @@ import sys
 COLLECTIVES = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
 
 
-def run_on_eight_devices(script):
-    """Run a file where there are eight devices, and fail if it does.
+def run_on_eight_devices(script, *words):
+    """Run a file with arguments where there are eight devices, and fail if it does.
 
     In a process of its own: the number of devices is fixed when the backend starts.
     """
@@ -17,7 +17,7 @@ def run_on_eight_devices(script):
     env["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # LLVM's: XLA partitions as it does
     env["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     done = subprocess.run(
-        [sys.executable, script], env=env, capture_output=True, text=True
+        [sys.executable, script, *words], env=env, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -1,0 +1,71 @@
+"""Compressed functions on eight devices: the same bits, and no other exchange."""
+
+from pathlib import Path
+
+import jax
+import pytest
+from jax.experimental import topologies
+
+from jaxact._memory.targets import TARGETS
+from support.eight_devices import run_on_eight_devices
+from support.gpu_target import needs_target
+from support.layouts import KINDS, LAYOUTS, arguments, variants
+from support.sharded_layouts import exchanges
+
+SCRIPT = Path(__file__).parent / "support" / "sharded_layouts.py"
+# One of each kind in the quick tests.
+QUICK = {("Auto", "fsdp"), ("Explicit", "sequence")}
+
+
+@pytest.mark.parametrize(
+    "kind, name",
+    [
+        pytest.param(
+            kind.name,
+            layout.name,
+            marks=() if (kind.name, layout.name) in QUICK else pytest.mark.slow,
+        )
+        for kind in KINDS
+        for layout in LAYOUTS
+    ],
+)
+def test_a_layout_exchanges_what_it_does_uncompressed(kind, name):
+    run_on_eight_devices(SCRIPT, "network", kind, name)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        *("bits Auto", "bits Explicit", "uneven"),
+        pytest.param("auto_axes", marks=pytest.mark.slow),
+        *("shard_map checked", "shard_map unchecked"),
+    ],
+)
+def test_eight_devices_give_the_bits_of_one(check):
+    run_on_eight_devices(SCRIPT, *check.split())
+
+
+@needs_target
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_eight_gpus_exchange_what_they_do_uncompressed(layout, kind):
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=TARGETS["h100"].description, topology="1x1x8"
+    )
+    mesh = layout.mesh(kind, topology.devices)
+    args = jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        arguments(),
+        layout.shardings(mesh),
+    )
+    with jax.set_mesh(mesh):
+        plain, packed = (
+            jax.jit(variants(layout, kind)[name])
+            .trace(*args)
+            .lower(lowering_platforms=("cuda",))
+            .compile()
+            for name in ("plain", "packed")
+        )
+    assert exchanges(plain).total() > 0
+    assert exchanges(packed) == exchanges(plain)
