@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
+from jaxact._jaxpr.labels import visible
 from jaxact._memory import wire
 from jaxact._memory.wire import Message
 
@@ -206,7 +207,7 @@ def _parsed(name: str) -> tuple[str, str, str]:
         if not part.startswith(("jit(", "pjit("))
     ]
     path = "/".join(scope for scope in scopes if scope and scope not in _STRUCTURE)
-    return path, parts[-1], phase
+    return visible(path), parts[-1], phase
 
 
 class _Frames:
