@@ -17,6 +17,7 @@ from jaxact._codec import (
     Bitmask as Bitmask,
     Cast as Cast,
     Codec as Codec,
+    Dithered as Dithered,
     DualPrecision as DualPrecision,
     Exact as Exact,
     Offload as Offload,

@@ -3,6 +3,7 @@
 from jaxact._codec.affine import Quantize as Quantize
 from jaxact._codec.base import Action as Action, Bias as Bias, Codec as Codec
 from jaxact._codec.cast import Cast as Cast
+from jaxact._codec.dithered import Dithered as Dithered
 from jaxact._codec.dual import DualPrecision as DualPrecision
 from jaxact._codec.exact import Exact as Exact, Recompute as Recompute
 from jaxact._codec.mask import Bitmask as Bitmask

@@ -10,6 +10,7 @@ from support.eight_devices import collectives, run_on_eight_devices
 from support.subjects import (
     SUBJECTS,
     Affine,
+    Dithered,
     Index,
     Mask,
     every_subject,
@@ -24,7 +25,7 @@ def assert_same(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-@pytest.mark.parametrize("subject", [Affine(3), Affine(4, "bfloat16"), Mask()], ids=str)
+@pytest.mark.parametrize("subject", [Affine(3), Dithered(4, "bfloat16"), Mask()], ids=str)
 def test_jit_equals_eager(subject):
     x = sample(subject, SHAPE)
     encode, decode = jitted(subject, SHAPE)
@@ -59,7 +60,7 @@ def test_groups_with_equal_values_draw_different_noise():
     assert len(np.unique(np.asarray(words), axis=0)) == 8
 
 
-@pytest.mark.parametrize("subject", [SUBJECTS[2], Mask()], ids=str)
+@pytest.mark.parametrize("subject", [SUBJECTS[2], Dithered(3), Mask()], ids=str)
 def test_scan_equals_a_loop(subject):
     x, seeds = sample(subject, SHAPE), jnp.arange(3, dtype=jnp.uint32)
 
@@ -103,7 +104,13 @@ def check_shardings():
     )
     batch = jax.P("data")
     specs = [batch, jax.P("data", "model"), jax.P("data", None, "model")]
-    for subject in (Affine(2), Affine(3, "bfloat16", 64), Index(3), Mask()):
+    for subject in (
+        Affine(2),
+        Affine(3, "bfloat16", 64),
+        Dithered(2),
+        Index(3),
+        Mask(),
+    ):
         x = sample(subject, (8, 4, 1024))
         for spec in specs:
             check_sharding(subject, x, jax.NamedSharding(auto, spec))

@@ -86,6 +86,34 @@ def decoding_line(metadata: jax.Array) -> Line:
     return zero, step, unit
 
 
+def dithered(code: jax.Array, noise16: jax.Array, bits: int) -> jax.Array:
+    """Codes less the noise that rounded them, in float32: code - noise + 1/2.
+
+    From the noise's highest 15 - bits bits and the middle between those and the next,
+    so that its mean stays exact, and the result has 16 bits: its product with a scale
+    is exact, and so is the one with `2**-16`.
+    """
+    fraction = 15 - bits
+    upper = lax.shift_right_logical(noise16, np.uint32(16 - fraction))
+    difference = lax.sub(lax.shift_left(code, np.uint32(fraction)), upper)
+    doubled = lax.shift_left(difference, ONE)  # wraps: the sum may be negative
+    doubled = lax.add(doubled, np.uint32(2**fraction - 1))
+    doubled = lax.bitcast_convert_type(doubled, np.int32)
+    doubled = lax.convert_element_type(doubled, np.float32)
+    return lax.mul(doubled, np.float32(2.0 ** -(fraction + 1)))
+
+
+def is_constant(metadata: jax.Array) -> jax.Array:
+    """Whether each group holds one value, by the sign of its scale."""
+    return lax.ne(lax.bitwise_and(metadata, CONSTANT), np.uint32(0))
+
+
+def saturated(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """`x` within the finite range of `dtype`; NaN stays."""
+    top = _max(dtype)
+    return put(-top, lax.lt(x, -top), put(top, lax.gt(x, top), x))
+
+
 def _slope(scale: jax.Array) -> jax.Array:
     """2**17 / s, correctly rounded, for the bits of a positive bfloat16 s.
 
