@@ -25,7 +25,9 @@ def assert_same(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-@pytest.mark.parametrize("subject", [Affine(3), Dithered(4, "bfloat16"), Mask()], ids=str)
+@pytest.mark.parametrize(
+    "subject", [Affine(3), Dithered(4, "bfloat16"), Mask()], ids=str
+)
 def test_jit_equals_eager(subject):
     x = sample(subject, SHAPE)
     encode, decode = jitted(subject, SHAPE)

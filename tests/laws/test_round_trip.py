@@ -63,7 +63,11 @@ def check_error(subject, x, seed):
 
 
 @settings(max_examples=40)
-@given(affine_subjects | dithered_subjects | planes_subjects, shapes, st.integers(0, 2**32 - 1))
+@given(
+    affine_subjects | dithered_subjects | planes_subjects,
+    shapes,
+    st.integers(0, 2**32 - 1),
+)
 def test_error_is_at_most_one_scale(subject, shape, seed):
     check_error(subject, sample(subject, shape, seed % 1000), np.uint32(seed))
 
@@ -75,7 +79,9 @@ values = values.filter(lambda v: v == 0 or abs(v) > 2.0**-99)
 
 @settings(max_examples=60)
 @given(
-    st.sampled_from([*(a for a in AFFINE if a.dtype == "float32"), Planes(2.5), Dithered(2)]),
+    st.sampled_from(
+        [*(a for a in AFFINE if a.dtype == "float32"), Planes(2.5), Dithered(2)]
+    ),
     hnp.arrays(np.float32, (2, 40), elements=values),
     st.integers(0, 2**32 - 1),
 )
