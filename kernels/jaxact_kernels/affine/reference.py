@@ -136,7 +136,8 @@ def decode(
     layout = layout_of(shape, group_size)
     if is_dithered:
         seed, *operands = operands
-        groups = dequantize_dithered(code, stored.metadata, seed, layout, dtype, bits)
+        draw = noise.sixteen_bits(noise.group_keys(seed, stored.metadata), layout.group)
+        groups = dequantize_dithered(code, stored.metadata, draw, dtype, bits)
     else:
         groups = dequantize(code, stored.metadata, dtype)
     x = layout.join(groups, shape)
@@ -168,7 +169,7 @@ def quantize(
     # Without the barrier XLA computes the metadata again in each kernel that reads it:
     # a third more code to compile.
     stored = lax.optimization_barrier(metadata(*ends, bits, dtype))
-    fixed = _fixed_point(groups, encoding_line(ends[0], stored), bits)
+    fixed = fixed_point(groups, encoding_line(ends[0], stored), bits)
     if stochastic:
         draw = noise.sixteen_bits(noise.group_keys(seed, stored), layout.group)
     else:
@@ -196,13 +197,11 @@ def dequantize(code: jax.Array, metadata: jax.Array, dtype: DTypeLike) -> jax.Ar
 def dequantize_dithered(
     code: jax.Array,
     metadata: jax.Array,
-    seed: jax.Array,
-    layout: Layout,
+    draw: jax.Array,
     dtype: DTypeLike,
     bits: int,
 ) -> jax.Array:
-    """The same as `dequantize`, less the noise that `quantize` drew from the seed."""
-    draw = noise.sixteen_bits(noise.group_keys(seed, metadata), layout.group)
+    """The same as `dequantize`, less the 16 bits of noise that `quantize` drew."""
     each = lax.expand_dims(metadata, range(metadata.ndim, code.ndim))
     zero, step, unit = decoding_line(each)
     plain = lax.convert_element_type(_signed(code), np.float32)
@@ -211,7 +210,7 @@ def dequantize_dithered(
     multiple = lax.select(constant, plain, multiple)
     x = lax.mul(lax.add(zero, lax.mul(step, multiple)), unit)
     x = lax.convert_element_type(saturated(x, dtype), dtype)
-    return lax.reshape(x, (*metadata.shape, layout.group))
+    return lax.reshape(x, draw.shape)
 
 
 def round_fixed_point(fixed: jax.Array, noise16: jax.Array | np.uint32) -> jax.Array:
@@ -237,7 +236,7 @@ def extremes(groups: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]
     return lax.min(lo, hi), lax.max(lo, hi)
 
 
-def _fixed_point(x: jax.Array, line: Line, bits: int | jax.Array) -> jax.Array:
+def fixed_point(x: jax.Array, line: Line, bits: int | jax.Array) -> jax.Array:
     """Real-valued codes for `x`, clipped, in units of 2**-16, as `uint32`."""
     half_zero, slope, base = (_for_elements(end) for end in line)
     t = lax.mul(lax.sub(lax.mul(x, np.float32(0.5)), half_zero), slope)
