@@ -13,6 +13,7 @@ from jaxact._bits import (
 )
 from jaxact._codec import (
     Action as Action,
+    Adaptive as Adaptive,
     Bias as Bias,
     Bitmask as Bitmask,
     Cast as Cast,
@@ -24,6 +25,7 @@ from jaxact._codec import (
     PerSample as PerSample,
     Quantize as Quantize,
     Recompute as Recompute,
+    Rotated as Rotated,
 )
 from jaxact._compress import compress as compress
 from jaxact._engine.warnings import CompressionWarning as CompressionWarning

@@ -9,3 +9,4 @@ from jaxact._codec.exact import Exact as Exact, Recompute as Recompute
 from jaxact._codec.mask import Bitmask as Bitmask
 from jaxact._codec.offload import Offload as Offload
 from jaxact._codec.per_sample import PerSample as PerSample
+from jaxact._codec.rotated import Adaptive as Adaptive, Rotated as Rotated
