@@ -13,12 +13,14 @@ from support.subjects import (
     Dithered,
     Index,
     Mask,
+    Rotated,
     every_subject,
     jitted,
     sample,
 )
 
 SHAPE = (3, 300)
+ADAPTIVE = Rotated(3, group_size=64, is_adaptive=True)
 
 
 def assert_same(a, b):
@@ -26,7 +28,7 @@ def assert_same(a, b):
 
 
 @pytest.mark.parametrize(
-    "subject", [Affine(3), Dithered(4, "bfloat16"), Mask()], ids=str
+    "subject", [Affine(3), Dithered(4, "bfloat16"), Rotated(2), Mask()], ids=str
 )
 def test_jit_equals_eager(subject):
     x = sample(subject, SHAPE)
@@ -62,7 +64,9 @@ def test_groups_with_equal_values_draw_different_noise():
     assert len(np.unique(np.asarray(words), axis=0)) == 8
 
 
-@pytest.mark.parametrize("subject", [SUBJECTS[2], Dithered(3), Mask()], ids=str)
+@pytest.mark.parametrize(
+    "subject", [SUBJECTS[2], Dithered(3), ADAPTIVE, Mask()], ids=str
+)
 def test_scan_equals_a_loop(subject):
     x, seeds = sample(subject, SHAPE), jnp.arange(3, dtype=jnp.uint32)
 
@@ -110,6 +114,8 @@ def check_shardings():
         Affine(2),
         Affine(3, "bfloat16", 64),
         Dithered(2),
+        Rotated(2),
+        ADAPTIVE,
         Index(3),
         Mask(),
     ):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxact_kernels import affine, index, mask, planes
+from jaxact_kernels import affine, index, mask, planes, rotated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +84,34 @@ class Dithered:
 
     def __str__(self):
         return f"dithered{self.bits}-{self.dtype}-{self.group_size}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Rotated:
+    bits: int
+    dtype: str = "float32"
+    group_size: int = 256
+    is_adaptive: bool = False
+    is_exact = False
+
+    @property
+    def options(self):
+        options = {"bits": self.bits, "group_size": self.group_size}
+        return options | {"is_adaptive": self.is_adaptive}
+
+    def encode(self, x, seed):
+        return rotated.encode(x, seed, **self.options)
+
+    def decode(self, stored, shape):
+        return rotated.decode(stored, shape=shape, dtype=self.dtype, **self.options)
+
+    def stored_bytes(self, shape):
+        options = {"bits": self.bits, "group_size": self.group_size}
+        return rotated.stored_bytes(shape, **options)
+
+    def __str__(self):
+        name = "adaptive" if self.is_adaptive else "rotated"
+        return f"{name}{self.bits}-{self.dtype}-{self.group_size}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +189,15 @@ AFFINE = [
 ]
 PLANES = [Planes(2.0), Planes(2.5, "bfloat16", 64), Planes(4.3, "float16", 96, 3)]
 DITHERED = [Dithered(2), Dithered(8), Dithered(3, "bfloat16", 96), Dithered(1)]
-SUBJECTS = [*AFFINE, *PLANES, *DITHERED, Index(3), Index(4, "uint8"), Mask()]
+ROTATED = [
+    *(Rotated(bits) for bits in (1, 2, 3)),
+    Rotated(4, "bfloat16", 96),
+    Rotated(6, "float16", 512),
+    Rotated(1, is_adaptive=True),
+    Rotated(2, is_adaptive=True),
+    Rotated(4, "bfloat16", 160, is_adaptive=True),
+]
+SUBJECTS = [*AFFINE, *PLANES, *DITHERED, *ROTATED, Index(3), Index(4, "uint8"), Mask()]
 
 every_subject = pytest.mark.parametrize("subject", SUBJECTS, ids=str)
 every_affine = pytest.mark.parametrize("subject", AFFINE, ids=str)

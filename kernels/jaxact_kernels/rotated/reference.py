@@ -25,8 +25,9 @@ with one seed for all steps they change with the data.
 Contracts:
     bias: E[x'] = x over seeds, for nearly all x: the squared bias that two rounds leave
         is below 5e-4 of the squared error, and 2e-3 for a lone spike.
-    error: E |x' - x|^2 = e |x - m|^2 with e = `group.NORMAL_ERROR[bits]`, over seeds,
-        spread evenly over the group: a small element beside a large one has its noise.
+    error: E |x' - x|^2 = e |x - m|^2 with e = `group.NORMAL_ERROR[bits]`, over seeds.
+        None of it lies along x - m, but for the scale's rounding; it is the same in all
+        other directions, so a small element beside a large one has the noise of all.
     exact: constant groups (as float32).
     infinities: count as the group's finite extremes, as in the affine format.
     NaN: makes its whole group NaN.
