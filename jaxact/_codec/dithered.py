@@ -89,11 +89,10 @@ class Dithered(Codec[Stored | Wide[Stored]]):
     def decode(
         self, stored: Stored | Wide[Stored], shape: tuple[int, ...], dtype: DTypeLike
     ) -> jax.Array:
-        options = {"is_dithered": True, "is_fused": True}
-
         def unpack(stored: Stored, dtype: np.dtype) -> jax.Array:
+            options = (self.bits, self.group_size)
             operation = affine.Decode(
-                shape, dtype, self.bits, self.group_size, **options
+                shape, dtype, *options, is_dithered=True, is_fused=True
             )
             return run(operation, stored.codes, stored.seed)
 

@@ -88,7 +88,8 @@ class Rotated(Codec[Stored | Wide[Stored]]):
             operation = rotated.Encode(
                 x.shape, x.dtype, *self._options, is_fused=is_fused
             )
-            return Stored(*run(operation, x, seed), seed)
+            words, metadata = run(operation, x, seed)
+            return Stored(words, metadata, seed)
 
         if x.dtype != np.float64:
             return pack(x)

@@ -135,7 +135,7 @@ def decode(
     code = words.unpack_slots(stored.words, bits)
     layout = layout_of(shape, group_size)
     if is_dithered:
-        seed, *operands = operands
+        seed, operands = operands[0], operands[1:]
         draw = noise.sixteen_bits(noise.group_keys(seed, stored.metadata), layout.group)
         groups = dequantize_dithered(code, stored.metadata, draw, dtype, bits)
     else:

@@ -65,7 +65,8 @@ def encode(
     x, seed = jnp.asarray(x), _checks.checked_seed(seed)
     options = (bits, group_size, is_adaptive)
     operation = Encode(x.shape, x.dtype, *options, is_fused=is_fused)
-    return Stored(*run(operation, x, seed, implementation=implementation), seed)
+    packed, metadata = run(operation, x, seed, implementation=implementation)
+    return Stored(packed, metadata, seed)
 
 
 def decode(
