@@ -11,8 +11,8 @@ to 4 bits:
 
   error   squared error over squared values, by kind of residual; mean of several draws
   bias    squared bias over squared error; where there is none, an estimate has the
-          standard deviation beside it, or more where few groups have most of the values:
-          Quantize and Dithered, which have none, show how far estimates stray
+          standard deviation beside it, or more where few groups have most of the
+          values: Quantize and Dithered, which have none, show how far estimates stray
 
 About 5 minutes of CPU time.
 """
