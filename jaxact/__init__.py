@@ -13,16 +13,19 @@ from jaxact._bits import (
 )
 from jaxact._codec import (
     Action as Action,
+    Adaptive as Adaptive,
     Bias as Bias,
     Bitmask as Bitmask,
     Cast as Cast,
     Codec as Codec,
+    Dithered as Dithered,
     DualPrecision as DualPrecision,
     Exact as Exact,
     Offload as Offload,
     PerSample as PerSample,
     Quantize as Quantize,
     Recompute as Recompute,
+    Rotated as Rotated,
 )
 from jaxact._compress import compress as compress
 from jaxact._engine.warnings import CompressionWarning as CompressionWarning

@@ -84,7 +84,7 @@ class Decision:
 
     def repeated(self) -> "Decision":
         """The same for a residual that a path of the backward pass uses twice."""
-        if self.bias is not Bias.UNBIASED:
+        if self.bias not in (Bias.UNBIASED, Bias.OVER_ROTATIONS):
             return self
         return dataclasses.replace(self, bias=Bias.FIRST_ORDER)
 

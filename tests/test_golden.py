@@ -12,12 +12,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from support.subjects import Affine, Index, Mask, Planes, jitted, sample
+from support.subjects import (
+    Affine,
+    Dithered,
+    Index,
+    Mask,
+    Planes,
+    Rotated,
+    jitted,
+    sample,
+)
 
 FOLDER = pathlib.Path(__file__).parent / "golden"
 SUBJECTS = [
     *(Affine(bits, group_size=64) for bits in range(1, 9)),
     Affine(4, "float16", 32, stochastic=False),
+    *(Dithered(bits, group_size=64) for bits in (1, 2, 8)),
+    *(Rotated(bits, group_size=64) for bits in (1, 2, 3, 4, 8)),
+    Rotated(2, group_size=96),
+    Rotated(2, group_size=64, is_adaptive=True),
     Planes(2.5, group_size=64),
     Mask(),
     Index(3),
@@ -29,7 +42,7 @@ SEED = np.uint32(20240607)
 def values(subject):
     """Two groups a row and padding; a constant, an infinity and a NaN among them."""
     x = sample(subject, (5, 100), seed=11)
-    if not isinstance(subject, Affine | Planes):
+    if not isinstance(subject, Affine | Dithered | Planes | Rotated):
         return x
     dtype = jnp.dtype(subject.dtype).type
     x = x.at[1].set(dtype(1 / 3)).at[2, 7].set(dtype(np.inf))

@@ -3,8 +3,10 @@
 from jaxact._codec.affine import Quantize as Quantize
 from jaxact._codec.base import Action as Action, Bias as Bias, Codec as Codec
 from jaxact._codec.cast import Cast as Cast
+from jaxact._codec.dithered import Dithered as Dithered
 from jaxact._codec.dual import DualPrecision as DualPrecision
 from jaxact._codec.exact import Exact as Exact, Recompute as Recompute
 from jaxact._codec.mask import Bitmask as Bitmask
 from jaxact._codec.offload import Offload as Offload
 from jaxact._codec.per_sample import PerSample as PerSample
+from jaxact._codec.rotated import Adaptive as Adaptive, Rotated as Rotated

@@ -6,16 +6,17 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
+from jaxact._codec import wide
 from jaxact._codec.base import Bias, Codec
 from jaxact._codec.checks import checked_bits, checked_group_size
-from jaxact._codec.wide import Wide, condition, restore
+from jaxact._codec.wide import Wide
 from jaxact_kernels import affine
 from jaxact_kernels.dispatch import run
 from jaxact_kernels.layout import layout_of
 
 
 @dataclasses.dataclass(frozen=True)
-class Quantize(Codec[affine.Stored | Wide]):
+class Quantize(Codec[affine.Stored | Wide[affine.Stored]]):
     """Store groups along the last axis as value ~ zero point + scale * code.
 
     Codes are integers with `bits` bits. With stochastic rounding the decoded value's
@@ -61,39 +62,39 @@ class Quantize(Codec[affine.Stored | Wide]):
         bits = "1 bit" if self.bits == 1 else f"{self.bits} bits"
         return bits if self.stochastic else f"{bits}, nearest"
 
-    def encode(self, x: jax.Array, seed: jax.Array) -> affine.Stored | Wide:
+    def encode(
+        self, x: jax.Array, seed: jax.Array
+    ) -> affine.Stored | Wide[affine.Stored]:
         return self._encode(x, seed, is_fused=False)
 
-    def encode_fused(self, x: jax.Array, seed: jax.Array) -> affine.Stored | Wide:
+    def encode_fused(
+        self, x: jax.Array, seed: jax.Array
+    ) -> affine.Stored | Wide[affine.Stored]:
         return self._encode(x, seed, is_fused=True)
 
     def _encode(
         self, x: jax.Array, seed: jax.Array, is_fused: bool
-    ) -> affine.Stored | Wide:
-        if x.dtype != np.float64:
-            return self._run(x, seed, is_fused)
-        layout = layout_of(x.shape, self.group_size)
-        remainder, anchor, unit = condition(x, layout)
-        return Wide(self._run(remainder, seed, is_fused), anchor, unit)
-
-    def _run(self, x: jax.Array, seed: jax.Array, is_fused: bool) -> affine.Stored:
+    ) -> affine.Stored | Wide[affine.Stored]:
         options = (self.bits, self.group_size, self.stochastic)
-        return run(
-            affine.Encode(x.shape, x.dtype, *options, is_fused=is_fused), x, seed
-        )
+
+        def pack(x: jax.Array) -> affine.Stored:
+            operation = affine.Encode(x.shape, x.dtype, *options, is_fused=is_fused)
+            return run(operation, x, seed)
+
+        if x.dtype != np.float64:
+            return pack(x)
+        return wide.encode(x, layout_of(x.shape, self.group_size), pack)
 
     def decode(
         self,
-        stored: affine.Stored | Wide,
+        stored: affine.Stored | Wide[affine.Stored],
         shape: tuple[int, ...],
         dtype: DTypeLike,
     ) -> jax.Array:
-        options = (self.bits, self.group_size)
-        if not isinstance(stored, Wide):
-            dtype = np.dtype(dtype)
+        def unpack(stored: affine.Stored, dtype: np.dtype) -> jax.Array:
+            options = (self.bits, self.group_size)
             return run(affine.Decode(shape, dtype, *options, is_fused=True), stored)
-        dtype_inside = np.dtype(np.float32)
-        operation = affine.Decode(shape, dtype_inside, *options, is_fused=True)
-        x = run(operation, stored.remainder)
-        layout = layout_of(shape, self.group_size)
-        return restore(x, stored.anchor, stored.unit, layout).astype(dtype)
+
+        if not isinstance(stored, Wide):
+            return unpack(stored, np.dtype(dtype))
+        return wide.decode(stored, layout_of(shape, self.group_size), unpack, dtype)

@@ -1,18 +1,20 @@
 """Condition float64 groups so that float32 arithmetic loses nothing that counts.
 
-The affine format computes in float32. Outside its range, or where a group lies far from
-zero for its width, a float64 array would come back as zeros or as one value. So each
-group keeps an anchor, its least finite element, and a power of two, both float64, and
-only the remainder above the anchor, between 0 and 2, is encoded.
+The formats for floats compute in float32. Outside its range, or where a group lies far
+from zero for its width, a float64 array would come back as zeros or as one value. So
+each group keeps an anchor, its least finite element, and a power of two, both float64,
+and only the remainder above the anchor, between 0 and 2, is encoded.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
-from jaxact_kernels import affine
 from jaxact_kernels.layout import Layout
 
 # With these the power of two and its inverse are normal numbers.
@@ -20,8 +22,11 @@ _LEAST_EXPONENT, _LARGEST_EXPONENT = -1000, 1022
 _MANTISSA_BITS, _EXPONENT_BIAS = 52, 1023
 
 
-class Wide(NamedTuple):
-    """A float64 array in the affine format, conditioned.
+Stored = TypeVar("Stored")
+
+
+class Wide(NamedTuple, Generic[Stored]):
+    """A float64 array in a format for floats, conditioned.
 
     An element is 2 * (anchor / 2 + unit * remainder).
 
@@ -31,9 +36,28 @@ class Wide(NamedTuple):
       unit: `float64[*lead, num_groups]`, a power of two.
     """
 
-    remainder: affine.Stored
+    remainder: Stored
     anchor: jax.Array
     unit: jax.Array
+
+
+def encode(
+    x: jax.Array, layout: Layout, format: Callable[[jax.Array], Stored]
+) -> Wide[Stored]:
+    """Condition `x`, float64, and encode the remainder by `format`."""
+    remainder, anchor, unit = condition(x, layout)
+    return Wide(format(remainder), anchor, unit)
+
+
+def decode(
+    stored: Wide[Stored],
+    layout: Layout,
+    format: Callable[[Stored, np.dtype], jax.Array],
+    dtype: DTypeLike,
+) -> jax.Array:
+    """Undo `encode`; `format` decodes a remainder to the dtype that it is given."""
+    x = format(stored.remainder, np.dtype(np.float32))
+    return restore(x, stored.anchor, stored.unit, layout).astype(dtype)
 
 
 def condition(x: jax.Array, layout: Layout) -> tuple[jax.Array, jax.Array, jax.Array]:

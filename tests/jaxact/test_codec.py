@@ -17,10 +17,12 @@ import pytest
 import jaxact
 from jaxact import (
     Action,
+    Adaptive,
     Bias,
     Bitmask,
     Cast,
     Codec,
+    Dithered,
     DualPrecision,
     Exact,
     Offload,
@@ -28,6 +30,7 @@ from jaxact import (
     Policy,
     Quantize,
     Recompute,
+    Rotated,
     Rule,
 )
 from jaxact._residual import Residual
@@ -209,6 +212,9 @@ def test_an_unbiased_codec_gives_unbiased_gradients():
         (Quantize(8, stochastic=False), "8 bits, nearest", "biased", 8),
         (Cast(jnp.bfloat16), "bfloat16", "biased", 16),
         (Cast("float8_e4m3fn"), "float8_e4m3fn", "biased", 8),
+        (Dithered(2), "2 bits, dithered", "unbiased", 2),
+        (Rotated(1), "1 bit, rotated", "unbiased over rotations", 1),
+        (Adaptive(3), "3 bits, adaptive", "unbiased over rotations", 3),
         (PerSample(2.5), "2.5 bits, per sample", "unbiased", 2.5),
         (DualPrecision(2), "2 bits and means", "unbiased", 2),
         (Offload(), "exact, host", "exact", None),
@@ -299,6 +305,9 @@ def test_an_abstract_codec_is_refused():
     "action, shape",
     [
         (Quantize(3), (4, 300)),
+        (Dithered(3), (4, 300)),
+        (Rotated(3), (4, 300)),
+        (Adaptive(2), (4, 300)),
         (DualPrecision(2), (2, 9, 9, 16)),
         (DualPrecision(2), (9, 16)),
         (PerSample(2.5), (5, 70)),

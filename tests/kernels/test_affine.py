@@ -13,7 +13,14 @@ import pytest
 
 from jaxact_kernels import affine
 from support import oracle
-from support.subjects import Affine, every_affine, jitted, sample
+from support.subjects import (
+    DITHERED,
+    Affine,
+    Dithered,
+    every_affine,
+    jitted,
+    sample,
+)
 
 SHAPES = [(), (3, 300), (2, 5, 31)]
 EMPTY = [(0,), (0, 5), (5, 0), (2, 0, 3)]
@@ -40,6 +47,40 @@ def check_against_oracle(subject, x, seed):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_words_and_metadata_equal_the_oracle(subject, shape):
     check_against_oracle(subject, sample(subject, shape, seed=1), 7)
+
+
+def check_dithered(subject, x, seed):
+    options = {"bits": subject.bits, "group_size": subject.group_size}
+    wanted = oracle.encode(np.asarray(x), seed, **options)
+    encode, decode = jitted(subject, x.shape)
+    stored = encode(x, np.uint32(seed))
+    np.testing.assert_array_equal(np.asarray(stored.words), wanted.words)
+    back = np.asarray(decode(stored))
+    want = oracle.decode_dithered(
+        wanted, seed, shape=x.shape, dtype=back.dtype, **options
+    )
+    np.testing.assert_array_equal(back.astype("float32"), want.astype("float32"))
+
+
+@pytest.mark.parametrize("subject", DITHERED, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_dithered_values_equal_the_oracle(subject, shape):
+    check_dithered(subject, sample(subject, shape, seed=1), 7)
+
+
+@pytest.mark.parametrize("bits", [1, 4, 8])
+def test_dithered_ends_constants_and_zeros_equal_the_oracle(bits):
+    top = float(jnp.finfo("float16").max)
+    x = np.asarray(sample(Affine(bits), (8, 64), seed=5)).copy()
+    x[0], x[1], x[2, 0], x[3] = 1 / 3, 0, np.nan, np.maximum(x[3], 0)
+    x[4, :2], x[5, 0], x[6, 3] = (top, -top), top, np.inf
+    for dtype in ("float16", "float32"):
+        subject = Dithered(bits, dtype, 32)
+        check_dithered(subject, jnp.asarray(x).astype(dtype), 3)
+    encode, decode = jitted(subject, x.shape)
+    back = np.asarray(decode(encode(jnp.asarray(x), np.uint32(3))))
+    np.testing.assert_array_equal(back[:2], x[:2])
+    assert np.isnan(back[2, :32]).all() and np.isfinite(back[2:, 32:]).all()
 
 
 @pytest.mark.parametrize("shape", EMPTY, ids=str)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxact_kernels import noise
 from jaxact_kernels.affine import reference, triton
 from jaxact_kernels.affine.reference import Stored
 from jaxact_kernels.config import Config, heuristic
@@ -192,6 +193,44 @@ def test_a_shard_draws_the_noise_of_its_place():
         got = encode(part, SEED, jnp.uint32(3 * row + column))
         box_of = lambda a: a[row : row + 2, column : column + 1]  # noqa: B023
         assert_same_bits(got, jax.tree.map(box_of, whole))
+
+
+def dithered(x, bits, *, draw=None, group_size=64, seed=SEED):
+    """Decoded with dither by the reference and by the kernel."""
+    options = {"bits": bits, "group_size": group_size}
+    encode = functools.partial(reference.encode, **options, stochastic=True)
+    stored = jit(encode)(x, seed)
+    options |= {"shape": x.shape, "dtype": x.dtype}
+    wanted = functools.partial(reference.decode, **options, is_dithered=True)
+    draw = noise.Draw(seed) if draw is None else draw
+    got = functools.partial(
+        triton.decode, **options, draw=draw, config=SMALL, interpret=True
+    )
+    return stored, jit(wanted)(stored, seed), got
+
+
+@pytest.mark.parametrize(
+    "bits, shape, dtype",
+    [
+        *((1, (8, 64), "float32"), (2, (5, 300), "bfloat16"), (3, (40, 31), "float16")),
+        *((4, (6, 224), "float32"), (7, (5, 100), "float32"), (8, (8, 64), "float16")),
+    ],
+)
+def test_dithered_decoding_equals_the_reference(bits, shape, dtype):
+    top = float(jnp.finfo(dtype).max)
+    x = np.asarray(sample(Affine(bits, dtype), shape)).astype(np.float64)
+    x[0], x[1, 3], x[2, 2], x[3, :2] = 1 / 3, np.nan, np.inf, (top, -top)
+    stored, wanted, decode = dithered(jnp.asarray(x.astype(jnp.dtype(dtype))), bits)
+    assert_same_bits(jit(decode)(stored), wanted)
+
+
+def test_a_shard_takes_off_the_noise_of_its_place():
+    x = sample(Affine(2), (6, 192), seed=3)
+    stored, wanted, _ = dithered(x, 2)
+    draw = noise.Draw(SEED, box((2, 1), (6, 3)), jnp.uint32(3 * 2 + 1))
+    part = jax.tree.map(lambda a: a[2:4, 1:2], stored)
+    decode = dithered(x[2:4, 64:128], 2, draw=draw)[2]
+    assert_same_bits(jit(decode)(part), wanted[2:4, 64:128])
 
 
 @pytest.mark.parametrize("shape", [(8, 256), (5, 300)], ids=str)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks.assembler import assemble
+from jaxact_kernels import noise
 from jaxact_kernels.affine import Stored, triton
 from jaxact_kernels.layout import layout_of
 from support.gpu_target import needs_target
@@ -62,6 +63,23 @@ def decode(shape, dtype, bits, target):
     )
 
 
+def decode_dithered(shape, dtype, bits, target):
+    layout = layout_of(shape, GROUP_SIZE)
+    groups = (*layout.lead, layout.num_groups)
+    stored = Stored(
+        jax.ShapeDtypeStruct((*groups, layout.group * bits // 32), np.uint32),
+        jax.ShapeDtypeStruct(groups, np.uint32),
+    )
+    options = {"shape": shape, "dtype": np.dtype(dtype), "bits": bits}
+    options |= {"group_size": GROUP_SIZE}
+    return assemble(
+        lambda stored, seed: triton.decode(stored, draw=noise.Draw(seed), **options),
+        stored,
+        jax.ShapeDtypeStruct((), np.uint32),
+        target=target,
+    )
+
+
 both = pytest.mark.parametrize("build", [encode, decode])
 
 
@@ -81,6 +99,11 @@ def check(program):
 @cases
 def test_one_kernel_that_spills_nothing(build, target, bits, dtype):
     check(build(SHAPE, dtype, bits, target))
+
+
+@pytest.mark.parametrize("bits", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_dithered_decoding_is_one_kernel_too(bits):
+    check(decode_dithered(SHAPE, "bfloat16", bits, "h100"))
 
 
 @both

@@ -16,7 +16,7 @@ from jax.experimental import topologies
 from jax.sharding import AxisType
 
 from jaxact._memory.targets import TARGETS
-from jaxact_kernels import affine, mask
+from jaxact_kernels import affine, mask, noise
 from jaxact_kernels.affine import triton
 from jaxact_kernels.config import Config
 from jaxact_kernels.device import Device
@@ -54,6 +54,23 @@ class Encode(affine.Encode):
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class Decode(affine.Decode):
+    """The Triton kernel with dither, interpreted."""
+
+    def kernel(self, implementation, numbering):
+        options = {"shape": self.shape, "dtype": self.dtype, "bits": self.bits}
+        options |= {"group_size": self.group_size}
+
+        def decode(words, metadata, seed, *first):
+            stored = affine.Stored(words, metadata)
+            draw = noise.Draw(seed, numbering, *first)
+            interpreted = {"config": Config(4, 1), "interpret": True}
+            return (triton.decode(stored, draw=draw, **options, **interpreted),)
+
+        return decode
+
+
 @pytest.mark.parametrize(
     "sizes, whole",
     [((2, 3), (4, 3)), ((2, 2), (4, 6)), ((3,), (9,)), ((1, 4, 2), (5, 4, 2))],
@@ -87,6 +104,16 @@ def check_eight_devices():
             np.testing.assert_array_equal(got, want)
             kept = jax.NamedSharding(mesh, spec)
             assert got.sharding.is_equivalent_to(kept, got.ndim), spec
+        assert not collectives(compiled), spec
+    stored, decoding = wanted, Decode(SHAPE, x.dtype, 2, 64, is_dithered=True)
+    options = {"shape": SHAPE, "dtype": x.dtype, "bits": 2, "group_size": 64}
+    wanted = affine.decode(stored, seed=SEED, **options)
+    decode = jit(sharded_kernel(decoding, "triton", (), H100))
+    for spec in SPECS:
+        put = functools.partial(jax.device_put, device=jax.NamedSharding(mesh, spec))
+        operands = *map(put, stored), SEED
+        compiled = decode.lower(*operands).compile()
+        np.testing.assert_array_equal(compiled(*operands)[0], wanted)
         assert not collectives(compiled), spec
     # Finer than groups: still the same words, at the price of a gather.
     placed = jax.device_put(x, jax.NamedSharding(mesh, jax.P(None, None, "data")))

@@ -10,21 +10,26 @@ from support.eight_devices import collectives, run_on_eight_devices
 from support.subjects import (
     SUBJECTS,
     Affine,
+    Dithered,
     Index,
     Mask,
+    Rotated,
     every_subject,
     jitted,
     sample,
 )
 
 SHAPE = (3, 300)
+ADAPTIVE = Rotated(3, group_size=64, is_adaptive=True)
 
 
 def assert_same(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-@pytest.mark.parametrize("subject", [Affine(3), Affine(4, "bfloat16"), Mask()], ids=str)
+@pytest.mark.parametrize(
+    "subject", [Affine(3), Dithered(4, "bfloat16"), Rotated(2), Mask()], ids=str
+)
 def test_jit_equals_eager(subject):
     x = sample(subject, SHAPE)
     encode, decode = jitted(subject, SHAPE)
@@ -59,7 +64,9 @@ def test_groups_with_equal_values_draw_different_noise():
     assert len(np.unique(np.asarray(words), axis=0)) == 8
 
 
-@pytest.mark.parametrize("subject", [SUBJECTS[2], Mask()], ids=str)
+@pytest.mark.parametrize(
+    "subject", [SUBJECTS[2], Dithered(3), ADAPTIVE, Mask()], ids=str
+)
 def test_scan_equals_a_loop(subject):
     x, seeds = sample(subject, SHAPE), jnp.arange(3, dtype=jnp.uint32)
 
@@ -103,7 +110,15 @@ def check_shardings():
     )
     batch = jax.P("data")
     specs = [batch, jax.P("data", "model"), jax.P("data", None, "model")]
-    for subject in (Affine(2), Affine(3, "bfloat16", 64), Index(3), Mask()):
+    for subject in (
+        Affine(2),
+        Affine(3, "bfloat16", 64),
+        Dithered(2),
+        Rotated(2),
+        ADAPTIVE,
+        Index(3),
+        Mask(),
+    ):
         x = sample(subject, (8, 4, 1024))
         for spec in specs:
             check_sharding(subject, x, jax.NamedSharding(auto, spec))

@@ -173,6 +173,30 @@ def decode_group(code, zero_point, scale):
     return (half_z + half_s * code) * np.float32(2)
 
 
+def decode_dithered(stored, seed, *, shape, dtype, bits, group_size):
+    """Codes less their noise, of which 15 - bits bits count and the middle between."""
+    lead, row, num_groups, group = layout(shape, group_size)
+    out = np.zeros((math.prod(lead), num_groups * group), np.float32)
+    each_words = stored.words.reshape(math.prod(lead) * num_groups, group * bits // 32)
+    each = zip(each_words, stored.zero_point.flat, stored.scale.flat, strict=True)
+    top = largest(dtype)
+    for index, (words, zero_point, scale) in enumerate(each):
+        code, zero_point, scale = unpack(words, bits), int(zero_point), int(scale)
+        start = index % num_groups * group
+        if scale & 0x8000:
+            value = decode_group(code, zero_point, scale)
+        else:
+            interval = 2 ** (bits + 1)  # noise values that count as their middle
+            draw = noise(seed, index, zero_point, scale, group).astype(np.float64)
+            draw = (draw // interval + 0.5) * interval / 65536
+            z, s = _from_pattern(zero_point), _from_pattern(scale)
+            with np.errstate(over="ignore"):
+                exact = np.float64(z) + np.float64(s) * (code - draw + 0.5)
+                value = np.clip(exact.astype(np.float32), -top, top)
+        out[index // num_groups, start : start + group] = value
+    return out[:, :row].reshape(shape).astype(dtype)
+
+
 def rounding_variance(x, bits, group_size=256):
     """Variance s**2 f (1 - f) of each decoded element, f the fraction of its code."""
     _, row, _, group = layout(x.shape, group_size)

@@ -6,13 +6,14 @@ A subject has `encode(x, seed)`, `decode(stored, shape)`, `stored_bytes(shape)`,
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxact_kernels import affine, index, mask, planes
+from jaxact_kernels import affine, index, mask, planes, rotated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,9 +37,81 @@ class Affine:
     def stored_bytes(self, shape):
         return affine.stored_bytes(shape, **self.options)
 
+    @property
+    def most_error(self):
+        """In scales."""
+        return 1 if self.stochastic else 0.5
+
     def __str__(self):
         nearest = "" if self.stochastic else "-nearest"
         return f"affine{self.bits}-{self.dtype}-{self.group_size}{nearest}"
+
+
+class DitheredStored(NamedTuple):
+    words: jax.Array
+    metadata: jax.Array
+    seed: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Dithered:
+    """The affine format, decoded with the seed."""
+
+    bits: int
+    dtype: str = "float32"
+    group_size: int = 256
+    is_exact = False
+
+    @property
+    def options(self):
+        return {"bits": self.bits, "group_size": self.group_size}
+
+    def encode(self, x, seed):
+        return DitheredStored(*affine.encode(x, seed, **self.options), seed)
+
+    def decode(self, stored, shape):
+        codes, seed = affine.Stored(*stored[:2]), stored.seed
+        options = {"shape": shape, "dtype": self.dtype, "seed": seed}
+        return affine.decode(codes, **options, **self.options)
+
+    def stored_bytes(self, shape):
+        return affine.stored_bytes(shape, **self.options) + 4
+
+    @property
+    def most_error(self):
+        """In scales: half of one, and of the noise bits that are left out."""
+        return 0.5 * (1 + 2.0 ** (self.bits - 15))
+
+    def __str__(self):
+        return f"dithered{self.bits}-{self.dtype}-{self.group_size}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Rotated:
+    bits: int
+    dtype: str = "float32"
+    group_size: int = 256
+    is_adaptive: bool = False
+    is_exact = False
+
+    @property
+    def options(self):
+        options = {"bits": self.bits, "group_size": self.group_size}
+        return options | {"is_adaptive": self.is_adaptive}
+
+    def encode(self, x, seed):
+        return rotated.encode(x, seed, **self.options)
+
+    def decode(self, stored, shape):
+        return rotated.decode(stored, shape=shape, dtype=self.dtype, **self.options)
+
+    def stored_bytes(self, shape):
+        options = {"bits": self.bits, "group_size": self.group_size}
+        return rotated.stored_bytes(shape, **options)
+
+    def __str__(self):
+        name = "adaptive" if self.is_adaptive else "rotated"
+        return f"{name}{self.bits}-{self.dtype}-{self.group_size}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +120,8 @@ class Planes:
     dtype: str = "float32"
     group_size: int = 256
     shards: int = 1
-    stochastic = True
     is_exact = False
+    most_error = 1
 
     @property
     def options(self):
@@ -115,7 +188,16 @@ AFFINE = [
     Affine(8, "float32", 64, stochastic=False),
 ]
 PLANES = [Planes(2.0), Planes(2.5, "bfloat16", 64), Planes(4.3, "float16", 96, 3)]
-SUBJECTS = [*AFFINE, *PLANES, Index(3), Index(4, "uint8"), Mask()]
+DITHERED = [Dithered(2), Dithered(8), Dithered(3, "bfloat16", 96), Dithered(1)]
+ROTATED = [
+    *(Rotated(bits) for bits in (1, 2, 3)),
+    Rotated(4, "bfloat16", 96),
+    Rotated(6, "float16", 512),
+    Rotated(1, is_adaptive=True),
+    Rotated(2, is_adaptive=True),
+    Rotated(4, "bfloat16", 160, is_adaptive=True),
+]
+SUBJECTS = [*AFFINE, *PLANES, *DITHERED, *ROTATED, Index(3), Index(4, "uint8"), Mask()]
 
 every_subject = pytest.mark.parametrize("subject", SUBJECTS, ids=str)
 every_affine = pytest.mark.parametrize("subject", AFFINE, ids=str)

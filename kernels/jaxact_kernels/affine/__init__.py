@@ -72,6 +72,7 @@ def decode(
     bits: int,
     group_size: int = 256,
     then: Callable[..., jax.Array] | None = None,
+    seed: jax.Array | None = None,
     is_fused: bool = False,
     implementation: str | None = None,
 ) -> jax.Array:
@@ -90,6 +91,9 @@ def decode(
         *operands: further arguments for `then`, arrays with `shape`.
         then: an elementwise function that reads no arrays but these; its result has
             `shape`.
+        seed: the one that `encode` rounded with. The noise is then drawn again and
+            taken off (subtractive dither): half the variance, and none of it depends on
+            the value. None: the codes as they are.
         is_fused: whether elementwise operations read the result, with which XLA can
             fuse the definition: it is then used, not a kernel.
         implementation: the only one to use; None leaves it to `choose`.
@@ -104,10 +108,12 @@ def decode(
         group_size,
         then,
         len(operands),
+        is_dithered=seed is not None,
         is_fused=is_fused,
     )
     operation.check_operands(stored, operands)
-    return run(operation, stored, *operands, implementation=implementation)
+    draw = () if seed is None else (_checks.checked_seed(seed),)
+    return run(operation, stored, *draw, *operands, implementation=implementation)
 
 
 def stored_bytes(shape: tuple[int, ...], *, bits: int, group_size: int = 256) -> int:

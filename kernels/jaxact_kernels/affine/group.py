@@ -29,24 +29,29 @@ MAGIC = np.float32(2.0**23)
 MAGIC_BITS = np.uint32(0x4B000000)
 
 
-def largest(dtype: DTypeLike) -> np.float32:
-    """The largest bfloat16 that `dtype` can hold."""
-    return (_max(dtype).view(np.uint32) & HIGH_HALF).view(np.float32)
+def largest(dtype: DTypeLike, spare: int = 0) -> np.float32:
+    """The largest bfloat16 that `dtype` can hold, its last `spare` bits 0."""
+    return (_max(dtype).view(np.uint32) & _kept(spare)).view(np.float32)
 
 
 def metadata(
-    lo: jax.Array, hi: jax.Array, bits: int | jax.Array, dtype: DTypeLike
+    lo: jax.Array,
+    hi: jax.Array,
+    bits: int | jax.Array,
+    dtype: DTypeLike,
+    spare: int = 0,
 ) -> jax.Array:
     """Zero point and scale, in one `uint32`, for groups that span `lo` to `hi`.
 
     Both are finite, or `lo` is NaN for a group with a NaN. `bits` is an array like them
-    where groups differ in it.
+    where groups differ in it. The last `spare` bits of both are 0, for other use,
+    except in constant groups.
     """
-    lo, hi = _flush(lo), _flush(hi)
-    zero_point = _bf16_below(lax.max(lo, -largest(dtype)))
-    scale = _covering_scale(float_of(zero_point), hi, bits, dtype)
+    lo, hi = flush(lo), flush(hi)
+    zero_point = _bf16_below(lax.max(lo, -largest(dtype, spare)), spare)
+    scale = _covering_scale(float_of(zero_point), hi, bits, dtype, spare)
     sloped = lax.bitwise_or(zero_point, scale)
-    stored = lax.select(lax.eq(lo, hi), _constant_metadata(lo), sloped)
+    stored = lax.select(lax.eq(lo, hi), constant_metadata(lo), sloped)
     return put(NAN << np.uint32(16), lax.ne(lo, lo), stored)
 
 
@@ -86,6 +91,34 @@ def decoding_line(metadata: jax.Array) -> Line:
     return zero, step, unit
 
 
+def dithered(code: jax.Array, noise16: jax.Array, bits: int) -> jax.Array:
+    """Codes less the noise that rounded them, in float32: code - noise + 1/2.
+
+    From the noise's highest 15 - bits bits and the middle between those and the next,
+    so that its mean stays exact, and the result has 16 bits: its product with a scale
+    is exact, and so is the one with `2**-16`.
+    """
+    fraction = 15 - bits
+    upper = lax.shift_right_logical(noise16, np.uint32(16 - fraction))
+    difference = lax.sub(lax.shift_left(code, np.uint32(fraction)), upper)
+    doubled = lax.shift_left(difference, ONE)  # wraps: the sum may be negative
+    doubled = lax.add(doubled, np.uint32(2**fraction - 1))
+    doubled = lax.bitcast_convert_type(doubled, np.int32)
+    doubled = lax.convert_element_type(doubled, np.float32)
+    return lax.mul(doubled, np.float32(2.0 ** -(fraction + 1)))
+
+
+def is_constant(metadata: jax.Array) -> jax.Array:
+    """Whether each group holds one value, by the sign of its scale."""
+    return lax.ne(lax.bitwise_and(metadata, CONSTANT), np.uint32(0))
+
+
+def saturated(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """`x` within the finite range of `dtype`; NaN stays."""
+    top = _max(dtype)
+    return put(-top, lax.lt(x, -top), put(top, lax.gt(x, top), x))
+
+
 def _slope(scale: jax.Array) -> jax.Array:
     """2**17 / s, correctly rounded, for the bits of a positive bfloat16 s.
 
@@ -103,13 +136,19 @@ def _slope(scale: jax.Array) -> jax.Array:
     return float_of(lax.add(shifted, quotient))
 
 
-def _flush(x: jax.Array) -> jax.Array:
+def _kept(spare: int) -> np.uint32:
+    """Mask for a bfloat16 in a float32's bits without its last `spare` bits."""
+    return np.uint32(2**32 - (2**16 << spare))
+
+
+def flush(x: jax.Array) -> jax.Array:
+    """`x` with zeros and subnormals as +0."""
     # -0 and subnormals become +0: a minimum may return either zero, and
     # XLA:CPU compares subnormals as zeros where other devices do not.
     return put(np.float32(0), lax.lt(lax.abs(x), np.finfo(np.float32).tiny), x)
 
 
-def _constant_metadata(value: jax.Array) -> jax.Array:
+def constant_metadata(value: jax.Array) -> jax.Array:
     """The value's high 16 bits, the constant's sign, the next 15 bits."""
     bits = pattern(value)
     next15 = lax.bitwise_and(lax.shift_right_logical(bits, ONE), np.uint32(0x7FFF))
@@ -126,19 +165,25 @@ def _halves(metadata: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _covering_scale(
-    z: jax.Array, hi: jax.Array, bits: int | jax.Array, dtype: DTypeLike
+    z: jax.Array,
+    hi: jax.Array,
+    bits: int | jax.Array,
+    dtype: DTypeLike,
+    spare: int,
 ) -> jax.Array:
     """Least bfloat16 scale that reaches `hi`; one less if it overflows `dtype`."""
     half_steps, inverse = _half_steps(bits)
     half_z = lax.mul(z, HALF)
     half_range = lax.sub(lax.mul(hi, HALF), half_z)
     exact = lax.mul(half_range, inverse)
-    exact = lax.clamp(SMALLEST_SCALE, exact, largest(dtype))
-    above = lax.add(pattern(exact), np.uint32(0xFFFF))
-    half_span = lax.mul(float_of(lax.bitwise_and(above, HIGH_HALF)), half_steps)
+    exact = lax.clamp(SMALLEST_SCALE, exact, largest(dtype, spare))
+    above = lax.add(pattern(exact), np.uint32((2**16 << spare) - 1))
+    above = lax.bitwise_and(above, _kept(spare))
+    half_span = lax.mul(float_of(above), half_steps)
     overflows = lax.gt(lax.add(half_z, half_span), _max(dtype) * HALF)
     scale = lax.shift_right_logical(above, np.uint32(16))
-    return lax.sub(scale, lax.convert_element_type(overflows, np.uint32))
+    excess = lax.convert_element_type(overflows, np.uint32)
+    return lax.sub(scale, lax.shift_left(excess, np.uint32(spare)))
 
 
 def _half_steps(
@@ -162,15 +207,16 @@ def _max(dtype: DTypeLike) -> np.float32:
     return np.float32(min(float(jnp.finfo(dtype).max), F32_MAX))
 
 
-def _bf16_below(x: jax.Array) -> jax.Array:
+def _bf16_below(x: jax.Array, spare: int) -> jax.Array:
     """Bits for the greatest bfloat16 <= x: truncation, away from zero if negative.
 
     They are the high half; the low one is 0. `x` is not -0.
     """
     bits = pattern(x)
     is_negative = lax.shift_right_logical(bits, np.uint32(31))
-    away = lax.add(bits, lax.mul(is_negative, np.uint32(0xFFFF)))
-    return lax.bitwise_and(away, HIGH_HALF)
+    most = np.uint32((2**16 << spare) - 1)
+    away = lax.add(bits, lax.mul(is_negative, most))
+    return lax.bitwise_and(away, _kept(spare))
 
 
 def put(value: jax.typing.ArrayLike, where: jax.Array, x: jax.Array) -> jax.Array:

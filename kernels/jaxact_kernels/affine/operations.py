@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jaxact_kernels import checks, words
+from jaxact_kernels import checks, noise, words
 from jaxact_kernels.affine import reference
 from jaxact_kernels.affine.reference import Stored
 from jaxact_kernels.device import Device, old_for_triton
@@ -94,14 +94,20 @@ class Encode(AffineOperation):
 
 @dataclasses.dataclass(frozen=True)
 class Decode(AffineOperation):
-    """Decode (words, metadata), with `then` applied to the result and `operands`."""
+    """Decode (words, metadata), with `then` applied to the result and `operands`.
+
+    A dithered one has the seed after the metadata.
+    """
 
     then: Callable[..., jax.Array] | None = None
     num_operands: int = 0
+    is_dithered: bool = dataclasses.field(default=False, kw_only=True)
 
     @property
     def inputs(self) -> tuple[Axes, ...]:
-        return *self.stored_axes, *(self.num_operands * (self.unpacked_axes,))
+        seed: tuple[Axes, ...] = ((),) if self.is_dithered else ()
+        operands = self.num_operands * (self.unpacked_axes,)
+        return *self.stored_axes, *seed, *operands
 
     @property
     def outputs(self) -> tuple[Axes, ...]:
@@ -110,7 +116,13 @@ class Decode(AffineOperation):
     @property
     def options(self) -> dict[str, Any]:
         unpacked = {"shape": self.shape, "dtype": self.dtype, "then": self.then}
-        return super().options | unpacked
+        return super().options | unpacked | {"is_dithered": self.is_dithered}
+
+    def kernels(self) -> dict[str, Callable[[Device], str | None]]:
+        kernels = super().kernels()
+        if self.is_dithered:
+            kernels["mosaic_gpu"] = lambda _: "the kernel draws no noise in decoding"
+        return kernels
 
     @property
     def reference(self) -> Callable[..., jax.Array]:
@@ -119,14 +131,21 @@ class Decode(AffineOperation):
     def kernel(
         self, implementation: str, numbering: Numbering | None
     ) -> Callable[..., tuple[jax.Array]]:
-        module = _module(implementation)
+        module, options = _module(implementation), self.options
+        count = self.num_operands + self.is_dithered
+        is_dithered = options.pop("is_dithered")
 
         def decode(
             words: jax.Array, metadata: jax.Array, *arrays: jax.Array
         ) -> tuple[jax.Array]:
-            # The number of the first group comes last and does not matter here.
-            operands = arrays[: self.num_operands]
-            return (module.decode(Stored(words, metadata), *operands, **self.options),)
+            # The number of the first group comes last; without dither it is no matter.
+            draw = {}
+            if is_dithered:
+                first = arrays[count] if arrays[count:] else None
+                draw = {"draw": noise.Draw(arrays[0], numbering, first)}
+            operands = arrays[is_dithered:count]
+            stored = Stored(words, metadata)
+            return (module.decode(stored, *operands, **options, **draw),)
 
         return decode
 

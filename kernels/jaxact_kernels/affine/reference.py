@@ -20,6 +20,15 @@ A group whose finite elements are all equal is *constant*, flagged by its scale'
 bit. The zero point then holds the float32's high 16 bits, the scale's other bits hold
 the next 15, and every code is the last one: decoding returns all 32.
 
+*Dithered* decoding (subtractive dither, Roberts 1962; Gray and Stockham 1993) draws the
+noise again, from the seed, and takes it off the code:
+
+    x'   = (z/2 + s/2 * (code - noise / 65536 + 1/2)) * 2
+
+except in constant groups. The words are the same. Of the noise it takes the highest
+15 - bits bits, and the middle of those below, so that s/2 times the difference is exact
+(8 + 16 bits).
+
 Contracts:
     error: a finite element comes back within one scale, plus its dtype's rounding.
         Elements saturate at both ends: below -BIG at -BIG (BIG: the largest bfloat16
@@ -29,6 +38,10 @@ Contracts:
     bias: E[x'] = x within 2**-17 s, from rounding t to an integer, to nearest and ties
         to even (plus at most 2**-23 of x/s from t itself); elements at z have none.
     variance: s**2 f (1 - f), with f the fractional part in (x - z) / s.
+    dithered: the error is uniform within s/2 (1 + 2**(bits - 15)) whatever the value,
+        so E[x'] = x within 2**-17 s and the variance is s**2 / 12, up to a factor
+        1 +- 3 * 4**(bits - 15); zeros at the minimum have noise like all others. Beyond
+        the dtype's maximum values saturate.
     exact: constant groups (as float32), and zeros at a group's minimum.
     infinities: take the group's finite extremes and leave their neighbours as if they
         were not there; in a group without a finite element they become about +-BIG.
@@ -58,10 +71,13 @@ from jaxact_kernels import noise, words
 from jaxact_kernels.affine.group import (
     Line,
     decoding_line,
+    dithered,
     encoding_line,
+    is_constant,
     largest,
     metadata,
     put,
+    saturated,
 )
 from jaxact_kernels.layout import Layout, layout_of
 
@@ -113,11 +129,18 @@ def decode(
     bits: int,
     group_size: int,
     then: Callable[..., jax.Array] | None = None,
+    is_dithered: bool = False,
 ) -> jax.Array:
-    """See `jaxact_kernels.affine.decode`."""
+    """See `jaxact_kernels.affine.decode`; a dithered one has the seed as operand."""
     code = words.unpack_slots(stored.words, bits)
     layout = layout_of(shape, group_size)
-    x = layout.join(dequantize(code, stored.metadata, dtype), shape)
+    if is_dithered:
+        seed, operands = operands[0], operands[1:]
+        draw = noise.sixteen_bits(noise.group_keys(seed, stored.metadata), layout.group)
+        groups = dequantize_dithered(code, stored.metadata, draw, dtype, bits)
+    else:
+        groups = dequantize(code, stored.metadata, dtype)
+    x = layout.join(groups, shape)
     return x if then is None else then(x, *operands)
 
 
@@ -146,7 +169,7 @@ def quantize(
     # Without the barrier XLA computes the metadata again in each kernel that reads it:
     # a third more code to compile.
     stored = lax.optimization_barrier(metadata(*ends, bits, dtype))
-    fixed = _fixed_point(groups, encoding_line(ends[0], stored), bits)
+    fixed = fixed_point(groups, encoding_line(ends[0], stored), bits)
     if stochastic:
         draw = noise.sixteen_bits(noise.group_keys(seed, stored), layout.group)
     else:
@@ -169,6 +192,25 @@ def dequantize(code: jax.Array, metadata: jax.Array, dtype: DTypeLike) -> jax.Ar
     x = lax.mul(lax.add(zero, lax.mul(step, code)), unit)
     group = math.prod(code.shape[metadata.ndim :])
     return lax.reshape(lax.convert_element_type(x, dtype), (*metadata.shape, group))
+
+
+def dequantize_dithered(
+    code: jax.Array,
+    metadata: jax.Array,
+    draw: jax.Array,
+    dtype: DTypeLike,
+    bits: int,
+) -> jax.Array:
+    """The same as `dequantize`, less the 16 bits of noise that `quantize` drew."""
+    each = lax.expand_dims(metadata, range(metadata.ndim, code.ndim))
+    zero, step, unit = decoding_line(each)
+    plain = lax.convert_element_type(_signed(code), np.float32)
+    multiple = dithered(code, lax.reshape(draw, code.shape), bits)
+    constant = lax.broadcast_in_dim(is_constant(each), code.shape, range(code.ndim))
+    multiple = lax.select(constant, plain, multiple)
+    x = lax.mul(lax.add(zero, lax.mul(step, multiple)), unit)
+    x = lax.convert_element_type(saturated(x, dtype), dtype)
+    return lax.reshape(x, draw.shape)
 
 
 def round_fixed_point(fixed: jax.Array, noise16: jax.Array | np.uint32) -> jax.Array:
@@ -194,7 +236,7 @@ def extremes(groups: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]
     return lax.min(lo, hi), lax.max(lo, hi)
 
 
-def _fixed_point(x: jax.Array, line: Line, bits: int | jax.Array) -> jax.Array:
+def fixed_point(x: jax.Array, line: Line, bits: int | jax.Array) -> jax.Array:
     """Real-valued codes for `x`, clipped, in units of 2**-16, as `uint32`."""
     half_zero, slope, base = (_for_elements(end) for end in line)
     t = lax.mul(lax.sub(lax.mul(x, np.float32(0.5)), half_zero), slope)

@@ -19,10 +19,11 @@ from jax.typing import DTypeLike
 
 from jaxact_kernels import noise, words
 from jaxact_kernels.affine import group
-from jaxact_kernels.affine.group import MAGIC, MAGIC_BITS
 from jaxact_kernels.affine.reference import Stored
 from jaxact_kernels.affine.triton_codes import (
     Tile,
+    as_float,
+    dithered_tiles,
     first_counter,
     fixed_point,
     noise_for,
@@ -94,10 +95,11 @@ def decode(
     bits: int,
     group_size: int,
     then: Callable[..., jax.Array] | None = None,
+    draw: noise.Draw | None = None,
     config: Config | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """See `jaxact_kernels.affine.decode`."""
+    """See `jaxact_kernels.affine.decode`; with a draw, dithered."""
     layout = layout_of(shape, group_size)
     config = config or heuristic(layout.group, np.dtype(dtype).itemsize)
     tiles = Tiles(layout, bits, config.groups)
@@ -105,8 +107,17 @@ def decode(
     out = jax.ShapeDtypeStruct(shape, dtype)
     if then is not None:
         out = jax.eval_shape(then, out, *operands)
+    scalars = [s for s in (draw.seed, draw.first) if s is not None] if draw else []
+    kernel = functools.partial(
+        _decode,
+        tiles=tiles,
+        dtype=dtype,
+        then=then,
+        num_scalars=len(scalars),
+        numbering=draw and draw.numbering,
+    )
     x = pl.pallas_call(
-        functools.partial(_decode, tiles=tiles, dtype=dtype, then=then),
+        kernel,
         grid=(tiles.num_blocks,),
         out_shape=output(elements_shape(layout), out.dtype),
         name="affine_decode",
@@ -115,6 +126,7 @@ def decode(
     )(
         lax.reshape(stored.words, (layout.total_groups, num_words)),
         lax.reshape(stored.metadata, (layout.total_groups,)),
+        *(lax.reshape(scalar, (1,)) for scalar in scalars),
         *(lax.reshape(operand, elements_shape(layout)) for operand in operands),
     )
     return lax.reshape(x, shape)
@@ -188,16 +200,25 @@ def _decode(
     tiles: Tiles,
     dtype: DTypeLike,
     then: Callable[..., jax.Array] | None,
+    num_scalars: int,
+    numbering: Numbering | None,
 ) -> None:
+    scalars, refs = [ref[0] for ref in refs[:num_scalars]], refs[num_scalars:]
     *operand_refs, out_ref = refs
     block = Block(tiles)
-    line = group.decoding_line(block.load_groups(metadata_ref))
+    metadata = block.load_groups(metadata_ref)
+    line = group.decoding_line(metadata)
     zero, step, unit = (block.spread(end) for end in line)
     packed = block.load_words(words_ref)
-    for k in range(tiles.count):
-        code = lax.bitwise_or(tiles.unpack(k, packed), MAGIC_BITS)
-        code = lax.sub(group.float_of(code), MAGIC)
-        x = lax.mul(lax.add(zero, lax.mul(step, code)), unit)
+    codes = (tiles.unpack(k, packed) for k in range(tiles.count))
+    if scalars:
+        draw = noise.Draw(scalars[0], numbering, scalars[1] if scalars[1:] else None)
+        multiples = dithered_tiles(block, list(codes), draw, metadata)
+    else:
+        multiples = map(as_float, codes)
+    for k, multiple in enumerate(multiples):
+        x = lax.mul(lax.add(zero, lax.mul(step, multiple)), unit)
+        x = group.saturated(x, dtype) if scalars else x
         x = lax.convert_element_type(x, dtype)
         if then is not None:
             x = then(x, *(block.load(ref, k) for ref in operand_refs))

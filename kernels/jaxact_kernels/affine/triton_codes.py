@@ -89,6 +89,30 @@ def round_tiles(
     return codes
 
 
+def dithered_tiles(
+    block: Block, codes: list[Tile], draw: noise.Draw, metadata: jax.Array
+) -> list[Tile]:
+    """Codes less the noise that `round_tiles` rounded with, as float32."""
+    half = block.tiles.count // 2
+    counter = first_counter(block, draw, metadata)
+    assert counter is not None
+    is_constant = block.spread(group.is_constant(metadata))
+    dithered = list(codes)
+    for k in range(half):
+        bits = noise.hash32(lax.add(counter, _step(block, k)))
+        low = lax.bitwise_and(bits, np.uint32(0xFFFF))
+        high = lax.shift_right_logical(bits, np.uint32(16))
+        for tile, noise16 in ((k, low), (k + half, high)):
+            value = group.dithered(codes[tile], noise16, block.tiles.bits)
+            dithered[tile] = lax.select(is_constant, as_float(codes[tile]), value)
+    return dithered
+
+
+def as_float(code: Tile) -> Tile:
+    """A code as float32, with no conversion instruction."""
+    return lax.sub(group.float_of(lax.bitwise_or(code, MAGIC_BITS)), MAGIC)
+
+
 def round_tile(
     block: Block, k: TileNumber, fixed: Tile, noise16: jax.Array | np.uint32
 ) -> Tile:

@@ -1,0 +1,131 @@
+"""Group-wise integers after a random rotation (DRIVE and EDEN, Vargaftik et al.)."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import numpy as np
+from jax.typing import DTypeLike
+
+from jaxact._codec import wide
+from jaxact._codec.base import Bias, Codec
+from jaxact._codec.checks import checked_bits, checked_group_size
+from jaxact._codec.wide import Wide
+from jaxact_kernels import rotated
+from jaxact_kernels.dispatch import run
+from jaxact_kernels.layout import layout_of
+
+Stored = rotated.Stored
+
+
+@dataclasses.dataclass(frozen=True)
+class Rotated(Codec[Stored | Wide[Stored]]):
+    """Rotate groups at random, then round to the levels that are best for a normal.
+
+    A group's mean is taken off; two rounds of random signs and a Hadamard transform
+    spread every element over all of the group; each rotated element is rounded to the
+    nearest level (Lloyd-Max at 1 to 4 bits, even steps above); and a scale makes the
+    result unbiased (DRIVE, Vargaftik et al. 2021, arXiv:2105.08339; EDEN, 2022,
+    arXiv:2108.08842). The squared error over seeds is 0.57, 0.13, 0.036 and 0.0096 of
+    the squared distance from the mean at 1 to 4 bits, whatever the values are: 12, 4.5,
+    3.1 and 2.5 times less than `Quantize` has on normal values, and more where a few
+    values are large. An element takes as many bits as with `Quantize`, and an array 4
+    bytes more for the seed.
+
+    It errs more than `Quantize` or `Dithered` on data with two values, on derivatives
+    that lie between two bounds, and from 7 bits: `Adaptive` chooses for each group.
+
+    Unbiased over rotations: the mean over seeds is the encoded value up to a bias that
+    is below 5e-4 of the squared error on all residuals measured, and 2e-3 on a group
+    with one value that is not zero. Zeros are not exact. Constant groups are, and NaN
+    and infinities do as in `Quantize`.
+
+    Attributes:
+      bits: per element, 1 to 8.
+      group_size: elements that are rotated together and share a mean and a scale (32
+        bits together); a multiple of 32, at most 4096. Powers of two are fastest.
+
+    Raises:
+      ValueError: bits or group_size out of range, or not an integer.
+    """
+
+    bits: int = 2
+    group_size: int = 256
+
+    bias = Bias.OVER_ROTATIONS
+    _is_adaptive: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        object.__setattr__(self, "bits", checked_bits(name, self.bits))
+        group_size = checked_group_size(name, self.group_size)
+        if group_size > rotated.MOST_PER_GROUP:
+            raise ValueError(
+                f"{name}(group_size={self.group_size!r}): at most "
+                f"{rotated.MOST_PER_GROUP} elements are rotated together. Use 256."
+            )
+        object.__setattr__(self, "group_size", group_size)
+
+    @property
+    def label(self) -> str:
+        bits = "1 bit" if self.bits == 1 else f"{self.bits} bits"
+        return f"{bits}, {type(self).__name__.lower()}"
+
+    @property
+    def _options(self) -> tuple[int, int, bool]:
+        return self.bits, self.group_size, self._is_adaptive
+
+    def encode(self, x: jax.Array, seed: jax.Array) -> Stored | Wide[Stored]:
+        return self._encode(x, seed, is_fused=False)
+
+    def encode_fused(self, x: jax.Array, seed: jax.Array) -> Stored | Wide[Stored]:
+        return self._encode(x, seed, is_fused=True)
+
+    def _encode(
+        self, x: jax.Array, seed: jax.Array, is_fused: bool
+    ) -> Stored | Wide[Stored]:
+        def pack(x: jax.Array) -> Stored:
+            operation = rotated.Encode(
+                x.shape, x.dtype, *self._options, is_fused=is_fused
+            )
+            words, metadata = run(operation, x, seed)
+            return Stored(words, metadata, seed)
+
+        if x.dtype != np.float64:
+            return pack(x)
+        return wide.encode(x, layout_of(x.shape, self.group_size), pack)
+
+    def decode(
+        self, stored: Stored | Wide[Stored], shape: tuple[int, ...], dtype: DTypeLike
+    ) -> jax.Array:
+        def unpack(stored: Stored, dtype: np.dtype) -> jax.Array:
+            return run(rotated.Decode(shape, dtype, *self._options), stored)
+
+        if not isinstance(stored, Wide):
+            return unpack(stored, np.dtype(dtype))
+        return wide.decode(stored, layout_of(shape, self.group_size), unpack, dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Adaptive(Rotated):
+    """Store each group in the way that is expected to err least at these bits.
+
+    The ways are those of `Rotated`, `Dithered` and `Quantize`. Which one a group has is
+    decided from its values, before any noise is drawn: rotation for most data, dither
+    for values that fill the range between two bounds, stochastic rounding where values
+    sit on codes, as zeros after a ReLU and data with two values do. These zeros then
+    come back exactly. Two of the 32 bits that a group has beside its codes say which
+    way it is: nothing is stored more than by `Rotated`.
+
+    The bias is that of `Rotated` at most.
+
+    Attributes:
+      bits: per element, 1 to 8.
+      group_size: elements that are stored in one way and share 32 bits; a multiple of
+        32, at most 4096. Powers of two are fastest.
+
+    Raises:
+      ValueError: bits or group_size out of range, or not an integer.
+    """
+
+    _is_adaptive: ClassVar[bool] = True
