@@ -51,10 +51,11 @@ def compress(
 ) -> Compressed[P, R]: ...
 def compress(
     target: object = _AS_DECORATOR,
-    *,
+    *others: object,
     policy: Policy | None = None,
     activations: Names | None = None,
     static_argnums: Names = (),
+    **unknown: object,
 ) -> Any:
     """Store the residuals of `target` compressed between forward and backward.
 
@@ -111,6 +112,8 @@ def compress(
       >>> bool((small(w, x) == layer(w, x)).all())
       True
     """
+    if others or unknown:
+        raise TypeError(_wrong_arguments(others, unknown))
     policy = Policy() if policy is None else policy
     if not isinstance(policy, Policy):
         raise TypeError(_wrong_policy(policy))
@@ -210,6 +213,14 @@ def _class_name(f: Callable[..., Any], args: Sequence[object]) -> str:
     names = [cls.__name__ for cls in type(args[0]).__mro__] if args else []
     is_method = any(f.__qualname__.endswith(f"{n}.{f.__name__}") for n in names)
     return names[0] if is_method else ""
+
+
+def _wrong_arguments(others: Sequence[object], unknown: dict[str, object]) -> str:
+    given = ", ".join([*map(repr, others), *(f"{k}={v!r}" for k, v in unknown.items())])
+    return (
+        f"compress(target, {given}): the options are policy, activations and "
+        "static_argnums, by keyword. Write compress(target, policy=Policy(bits=2))."
+    )
 
 
 def _wrong_policy(policy: object) -> str:

@@ -9,7 +9,7 @@ import dataclasses
 import enum
 import inspect
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeAlias, TypeGuard
 
 import jax
@@ -108,8 +108,20 @@ def is_inexact(x: Array) -> bool:
 
 
 def as_tuple(names: Names) -> tuple[str | int, ...]:
-    """One name or position, or several, as a tuple."""
-    return (names,) if isinstance(names, str | int) else tuple(names)
+    """One name or position, or several, as a tuple.
+
+    Raises:
+      TypeError: neither, nor a sequence of them.
+    """
+    several = (names,) if isinstance(names, str | int) else names
+    if not isinstance(several, Iterable) or not all(
+        isinstance(name, str | int) for name in several
+    ):
+        raise TypeError(
+            f"activations or static_argnums: {names!r}; a name or position of an "
+            "argument, or several, is required, such as activations='x'."
+        )
+    return tuple(several)
 
 
 class TraceCache:

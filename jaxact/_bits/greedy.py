@@ -160,6 +160,11 @@ def _take_best(steps: Steps, budget: float) -> list[int]:
 
 
 def _require_one(measured: Sensitivity, bits: float | None, e2: float | None) -> None:
+    if not isinstance(measured, Sensitivity):
+        raise TypeError(
+            f"allocate({type(measured).__name__}): the costs that jaxact.sensitivity "
+            "or telemetry's report.sensitivity() measures are required."
+        )
     if not measured.rows:
         raise ValueError(
             "allocate: the table of costs is empty; at least one residual must be "

@@ -36,8 +36,9 @@ class Rotated(Codec[Stored | Wide[Stored]]):
     that lie between two bounds, and from 7 bits: `Adaptive` chooses for each group.
 
     Unbiased over rotations: the mean over seeds is the encoded value up to a bias that
-    is below 5e-4 of the squared error on all residuals measured, and 2e-3 on a group
-    with one value that is not zero. Zeros are not exact. Constant groups are, and NaN
+    is below 5e-4 of the squared error on the groups that the tests draw, and 2e-3 on
+    one with a single value that is not zero; none was seen on residuals of trained
+    networks (`quantizers.py` in the benchmarks), where 1e-3 would be. Zeros are not exact. Constant groups are, and NaN
     and infinities do as in `Quantize`.
 
     Attributes:

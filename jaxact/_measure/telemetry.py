@@ -172,7 +172,17 @@ class Telemetry:
         return NoiseReport({r.key: jnp.zeros(2, jnp.float32) for r in rounded}, rounded)
 
     def __call__(self, probe: NoiseReport, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        """`fn(*args, **kwargs)`; its derivative by `probe` is the noise."""
+        """`fn(*args, **kwargs)`; its derivative by `probe` is the noise.
+
+        Raises:
+          TypeError: the first argument is no probe.
+        """
+        if not isinstance(probe, NoiseReport):
+            raise TypeError(
+                f"jaxact.telemetry: the first argument is {type(probe).__name__}, and "
+                "a probe is required: write measured = telemetry(loss), probe = "
+                "measured.probe(*args), then jax.grad(measured)(probe, *args)."
+            )
         call = pure_call(self.fn, args, kwargs)
         flat, values, rebuild = call.trace()
         out = evaluate_instrumented(NoiseGauge(), flat, values, probe.values)

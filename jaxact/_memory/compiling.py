@@ -40,6 +40,11 @@ def trace_and_compile(
     options: dict[str, Any] | None = None,
 ) -> tuple[Traced, Compiled]:
     """The traced step and the compiled one, as `compile_step`."""
+    if not callable(step):
+        raise TypeError(
+            f"jaxact: got a value of type {type(step).__name__}; a step is required, a "
+            "function such as jax.grad(loss), and its arguments after it."
+        )
     traceable: Any = step if hasattr(step, "trace") else jax.jit(step)
     if target is None:
         traced = traceable.trace(*args, **kwargs)

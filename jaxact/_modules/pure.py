@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxact._modules.find import for_state
+from jaxact._modules.find import for_state, for_target
 from jaxact._trace import Flat, Rebuild, arguments, is_array, trace
 
 
@@ -98,9 +98,34 @@ class PureCall:
 def pure_call(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> PureCall:
-    """`fn(*args, **kwargs)`, ready to be traced."""
+    """`fn(*args, **kwargs)`, ready to be traced.
+
+    Raises:
+      TypeError: `fn` is no function of arrays.
+    """
+    _require_function(fn)
     for value in (*args, *kwargs.values()):
         adapter = for_state(value)
         if adapter is not None:
             return adapter.purify(fn, args, kwargs)
     return PureCall(fn, args, kwargs)
+
+
+def _require_function(fn: object) -> None:
+    name = fn.__name__ if isinstance(fn, type) else type(fn).__name__
+    if isinstance(fn, type):
+        raise TypeError(
+            f"jaxact: got the class {name}; a function of arrays is required, such as "
+            "the loss: lambda params, x: net.apply(params, x).sum()."
+        )
+    if not callable(fn):
+        raise TypeError(
+            f"jaxact: got a value of type {name}; a function is required, such as the "
+            "loss, and its arguments after it."
+        )
+    adapter = for_target(fn)
+    if adapter is not None and for_state(fn) is None and not adapter.takes_part(fn, 0):
+        raise TypeError(
+            f"jaxact: got an instance of the Linen module {name}; a function of arrays "
+            "is required: give its `apply`, and the variables as the first argument."
+        )

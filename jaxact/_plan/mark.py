@@ -65,7 +65,8 @@ def _differentiate(
             "jaxact: second-order differentiation of a compressed function. Its "
             f"residual {decision.residual} is stored by {decision.action}, whose "
             "rounding has no derivative. Use the uncompressed function for the inner "
-            "derivative, or compress with Policy(default=Exact())."
+            "derivative, or compress with Policy(default=Exact()). Reports, such as "
+            "jaxact.residuals, take the loss itself, not its gradient."
         )
     return mark_p.bind(*primals, decision=decision, **params), tangents[0]
 

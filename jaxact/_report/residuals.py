@@ -1,6 +1,7 @@
 """List a function's residuals and their bytes, without running anything."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ def residuals(
     fn: Callable[..., Any],
     *args: Any,
     argnums: int | Sequence[int] | None = None,
+    has_aux: bool = False,
     policy: Policy | None = None,
     **kwargs: Any,
 ) -> ResidualTable:
@@ -38,6 +40,8 @@ def residuals(
       **kwargs: the same by keyword.
       argnums: arguments to differentiate, as for `jax.grad`; an NNX module stands for
         its parameters. None: all float arrays, also those closed over.
+      has_aux: whether `fn` returns (result, anything), and only the result is
+        differentiated.
       policy: compress `fn` itself with this policy first.
 
     Returns:
@@ -46,6 +50,8 @@ def residuals(
       over arrays; `jaxact.memory` has the compiled memory.
 
     Raises:
+      TypeError: `fn` is no function of arrays, such as a module or a gradient of a
+        compressed function.
       ValueError: argnums out of range.
 
     Example:
@@ -57,12 +63,20 @@ def residuals(
     """
     if policy is not None:
         fn = compress(fn, policy=policy)
-    call = pure_call(fn, args, kwargs)
+    call = pure_call(_without_aux(fn) if has_aux else fn, args, kwargs)
     flat, values, _ = call.trace()
     active = call.differentiated(values, argnums)
     run = lambda _, *values: flat(*values)
     forward = trace_forward(run, np.uint32(0), values, active)
     return tabulate(forward.jaxpr, forward.residuals, ["seed", *flat.paths])
+
+
+def _without_aux(fn: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(fn)
+    def result(*args: Any, **kwargs: Any) -> Any:
+        return fn(*args, **kwargs)[0]
+
+    return result
 
 
 @dataclasses.dataclass

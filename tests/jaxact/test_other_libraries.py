@@ -106,9 +106,7 @@ def test_equinox_tables():
 
 def test_an_equinox_class_is_refused_with_the_line_to_write():
     _, block = equinox_blocks()
-    with pytest.raises(
-        TypeError, match="decorate its `__call__`, by @jaxact"
-    ):
+    with pytest.raises(TypeError, match="decorate its `__call__`, by @jaxact"):
         jaxact.compress(block)
 
 
