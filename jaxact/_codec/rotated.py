@@ -38,8 +38,8 @@ class Rotated(Codec[Stored | Wide[Stored]]):
     Unbiased over rotations: the mean over seeds is the encoded value up to a bias that
     is below 5e-4 of the squared error on the groups that the tests draw, and 2e-3 on
     one with a single value that is not zero; none was seen on residuals of trained
-    networks (`quantizers.py` in the benchmarks), where 1e-3 would be. Zeros are not exact. Constant groups are, and NaN
-    and infinities do as in `Quantize`.
+    networks (`quantizers.py` in the benchmarks), where 1e-3 would be. Zeros are not
+    exact. Constant groups are, and NaN and infinities do as in `Quantize`.
 
     Attributes:
       bits: per element, 1 to 8.
