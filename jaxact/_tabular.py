@@ -20,7 +20,7 @@ R = TypeVar("R")
 _LEFT = ' style="text-align:left"'
 
 # Text columns get no narrower than this; a table with many can then exceed its width.
-_NARROWEST = 10
+_NARROWEST = 8
 # A row below this part of a table's bytes is folded together with the others.
 SMALL_SHARE = 0.01
 

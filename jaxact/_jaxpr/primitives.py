@@ -5,7 +5,7 @@ The one table: everything that asks about a primitive derives its sets from thes
 
 # Change where an element lies, or how often it is there; never its value.
 RESHAPES = frozenset(
-    "reshape transpose broadcast_in_dim squeeze expand_dims rev".split()
+    "reshape transpose broadcast_in_dim squeeze expand_dims rev tile".split()
 )
 # Identities that only label their operand: `checkpoint_name`.
 LABELS = frozenset(["name"])
@@ -22,11 +22,11 @@ TRANSPARENT = LABELS | {"reduce_precision", "optimization_barrier", "jaxact_resi
 # Recomputing these costs next to nothing.
 MOVES = RESHAPES | COPIES | CASTS
 # Keep a part of their first operand.
-SELECTIONS = frozenset("slice dynamic_slice gather split".split())
+SELECTIONS = frozenset("slice dynamic_slice gather split unstack".split())
 # Move or select elements from the first operand. A gather is none: the rows that
 # indices take from an embedding are an activation.
 VIEWS = MOVES | SELECTIONS - {"gather"}
-JOINS = frozenset("concatenate pad".split())
+JOINS = frozenset("concatenate pad stack".split())
 # Affine in all floating operands together.
 SUMS = frozenset("add sub add_any neg select_n".split()) | JOINS | MOVES
 

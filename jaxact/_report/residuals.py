@@ -13,6 +13,7 @@ from jaxact._codec import Exact
 from jaxact._compress import compress
 from jaxact._decision import Decision, Reason, Remark
 from jaxact._jaxpr.flow import fact_of, flow, union
+from jaxact._jaxpr.labels import DERIVATIVE
 from jaxact._jaxpr.read import variables_in
 from jaxact._jaxpr.types import Atom, Eqn, Jaxpr, Var
 from jaxact._modules.pure import pure_call
@@ -216,7 +217,7 @@ def _condition(rule: Rule) -> str:
 
 def _part(residual: Residual) -> str:
     """The part that a residual has in the gradient: a factor of it, if nothing else."""
-    if residual.path.rpartition("/")[2] == "derivative":
+    if DERIVATIVE in (residual.path.rpartition("/")[2], residual.label.split(".")[-1]):
         part = "local derivative"
     elif residual.primitive == "exp":
         part = "exponentials"

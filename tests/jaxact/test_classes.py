@@ -323,6 +323,7 @@ MOVED = {
     "cast": lambda w, x: half(x) @ half(w),
     "reshape": lambda w, x: jnp.einsum("td,dhk->htk", x, w.reshape(256, 8, 32)),
     "split": lambda w, x: x @ jnp.split(w, 2, 1)[0],
+    "iterated": lambda w, x: x @ [*w.reshape(len(w), 2, -1).swapaxes(0, 1)][0],
     "fused qkv": lambda w, x: (
         (x @ w[:, :64]) @ (x @ w[:, 64:128]).T @ (x @ w[:, 128:192])
     ),
