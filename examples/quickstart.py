@@ -14,6 +14,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import command
 import data
 import jax
 import optax
@@ -139,20 +140,24 @@ def compiled(
         return 'the same for an H100, with none attached: pip install "jaxact[targets]"'
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, help="an .npz; see examples/data.py")
-    parser.add_argument("--epochs", type=int, default=12)
-    parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument(
-        "--bits", type=int, default=4, choices=range(1, 9), help="per stored value"
+def parser() -> argparse.ArgumentParser:
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--channels", type=int, nargs="+", default=[16, 32, 64], help="of each stage"
-    )
-    parser.add_argument("--blocks", type=int, default=2, help="in each stage")
-    options = parser.parse_args()
+    add = options.add_argument
+    add("--data", type=Path, help="an .npz; see examples/data.py")
+    add("--epochs", type=int, default=12, help="times that all images are seen")
+    add("--batch", type=int, default=128, help="images in a step")
+    add("--bits", type=int, default=4, choices=range(1, 9), help="of a stored value")
+    add("--seed", type=int, default=0, help="of parameters and of the images' order")
+    sizes = [16, 32, 64]
+    add("--channels", type=int, nargs="+", default=sizes, help="of each stage")
+    add("--blocks", type=int, default=2, help="in each stage")
+    return options
+
+
+def run(options: argparse.Namespace) -> None:
+    """Train both networks and print the tables."""
     images = data.load(options.data)
 
     policy = jaxact.Policy(
@@ -188,6 +193,11 @@ def main() -> None:
         with console.status("compiling"):
             table = compiled(trainers, arguments, target)
         console.print(table, highlight=False)
+
+
+def main() -> None:
+    with command.short_errors():
+        run(parser().parse_args())
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The GPT in Flax NNX, and how examples train: checkpoints, policies, the table."""
 
 import dataclasses
+import importlib
 import itertools
 import shutil
 from pathlib import Path
@@ -208,11 +209,11 @@ def test_an_error_of_the_command_is_one_line(tmp_path, monkeypatch, words, messa
     assert "\n" not in str(error.value)
 
 
-def test_every_option_says_what_it_is_for():
-    import loop
-
-    options = loop.parser("")._actions
-    assert all(option.help for option in options)
+@pytest.mark.parametrize("example", ["loop", "quickstart", "graph", "lora"])
+def test_every_option_says_what_it_is_for(example):
+    module = importlib.import_module(example)
+    parser = module.parser("") if example == "loop" else module.parser()
+    assert all(option.help for option in parser._actions)
 
 
 def test_every_policy_stores_what_backward_needs():
