@@ -30,7 +30,7 @@ def test_it_records_the_residuals_that_are_rounded(quantizers):
         f = jaxact.compress(lambda w, x: jnp.sin(x) @ w, policy=policy, activations="x")
         return lambda w: f(w, x).sum()
 
-    rows = jaxact.residuals(value(jaxact.Policy()), w).rows
+    rows = jaxact.residuals(value(jaxact.Policy()), w, argnums=0).rows
     run = lambda policy: jax.jit(jax.grad(value(policy)))(w)
     found = quantizers.recorded(rows, run, "net")
     ((kind, [groups]),) = found.items()
