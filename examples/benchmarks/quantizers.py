@@ -152,7 +152,7 @@ def of_vit(small: bool) -> Arrays:
     def value(policy: jaxact.Policy) -> Callable[..., Any]:
         return lambda params: training.loss(policy)(params, extra, batch)[0]
 
-    rows = jaxact.residuals(value(jaxact.Policy()), params).rows
+    rows = jaxact.residuals(value(jaxact.Policy()), params, argnums=0).rows
     run = lambda policy: jax.block_until_ready(jax.jit(jax.grad(value(policy)))(params))
     return recorded(rows, run, "ViT")
 
@@ -169,7 +169,7 @@ def of_decoder() -> Arrays:
         return lambda *arguments: block(*arguments).sum()
 
     for arguments in decoder.inputs():
-        rows = jaxact.residuals(value(jaxact.Policy()), *arguments).rows
+        rows = jaxact.residuals(value(jaxact.Policy()), *arguments, argnums=0).rows
 
         def run(policy: jaxact.Policy, arguments: Any = arguments) -> Any:
             return jax.block_until_ready(jax.jit(jax.grad(value(policy)))(*arguments))
