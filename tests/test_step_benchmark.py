@@ -15,7 +15,12 @@ from support.newest import newest
 pytest.importorskip("flax")
 pytest.importorskip("optax")
 pytest.importorskip("rich")
-pytestmark = [pytest.mark.unoptimized, newest]
+pytestmark = [
+    pytest.mark.unoptimized,
+    newest,
+    # A row has a rule for checkpoints, also where its network has none.
+    pytest.mark.filterwarnings("ignore::jaxact.CompressionWarning"),
+]
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 OURS = "jaxact 4 bits"

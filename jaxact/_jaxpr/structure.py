@@ -94,8 +94,10 @@ def _parts(jaxpr: Jaxpr, rules: bool) -> Iterator[Hashable]:
     yield defined(jaxpr.invars)
     for eqn in jaxpr.eqns:
         scope = str(eqn.source_info.name_stack)
-        effects = _key(eqn.effects, rules)
-        yield eqn.primitive, read(eqn.invars), scope, effects, _params(eqn, rules)
+        # The context has settings that count when an equation is lowered: meshes, how
+        # random bits are drawn.
+        settings = _key(eqn.effects, rules), _key(eqn.ctx, rules)
+        yield eqn.primitive, read(eqn.invars), scope, settings, _params(eqn, rules)
         yield defined(eqn.outvars)
     yield read(jaxpr.outvars)
 

@@ -103,3 +103,11 @@ def test_constants_count_where_they_are_no_inputs():
     assert structure(one) != structure(two)
     one, two = (getattr(closed, "jaxpr", closed) for closed in (one, two))
     assert open_structure(one) == open_structure(two)
+
+
+def test_settings_that_count_when_a_program_is_lowered():
+    draw = lambda x: jax.random.bernoulli(jax.random.key(7), 0.8, x.shape)
+    first = structure(traced(draw))
+    with jax.threefry_partitionable(False):
+        assert structure(traced(lambda x: draw(x))) != first
+    assert structure(traced(lambda x: draw(x))) == first
