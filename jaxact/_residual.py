@@ -78,9 +78,9 @@ class Residual:
 
         Path, label and call. It is the same in every trace of a program, whatever is
         differentiated and at any batch size. Numbers count the user's own operations,
-        and the lines that make calls with one path; what JAX traces apart (a jitted
-        function, a checkpoint, a scan's body) counts from 0. Calls of one line with
-        one path share keys, as a scan's steps do: a model that is called for each
+        and the places that make calls with one path; what JAX traces apart (a jitted
+        function, a checkpoint, a scan's body) counts from 0. Calls of one place with
+        one path share keys, as a scan's steps do: a model that a loop calls for each
         part of a batch. Calls without any path do not.
         """
         label = self.label or self.name or self.primitive

@@ -76,7 +76,7 @@ def call_compressed(
     flat = replace(flat, jaxpr=with_labels(flat.jaxpr))
     above = current_path() if above is None else above
     line = user_line()
-    site = Site(title, line.filename, line.number)
+    site = Site(title, line.filename, line.number, line.instruction)
     number = number_in_trace(join_paths(above, path), site)
     prefix = join_paths(above, Label("call", number.at_path).component)
     report = functools.partial(notice, policy, title)

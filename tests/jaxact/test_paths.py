@@ -218,14 +218,19 @@ def test_containers_and_shared_modules():
     assert "Layers/stem/tanh" in keys
 
 
-def test_a_shared_block_has_one_path_and_a_key_for_each_line():
+def on_two_lines(block, x):
+    x = block(x)
+    return block(x)
+
+
+@pytest.mark.parametrize("twice", [on_two_lines, lambda block, x: block(block(x))])
+def test_a_shared_block_has_one_path_and_a_key_for_each_call(twice):
     class Tied(nnx.Module):
         def __init__(self, rngs):
             self.block = Small(rngs)
 
         def __call__(self, x):
-            x = self.block(x)
-            return self.block(x)
+            return twice(self.block, x)
 
     table = jaxact.residuals(loss, Tied(nnx.Rngs(0)), X)
     keys = [row.key for row in table.rows]
