@@ -12,7 +12,7 @@ demo: .venv/demo
 	$(RUN) examples/quickstart.py $(if $(DATA),--data "$(DATA)")
 
 test: .venv/dev
-	$(RUN) -m pytest -n auto --maxprocesses=8 --dist worksteal -m "not slow"
+	$(RUN) -m pytest -n auto --maxprocesses=8 --dist worksteal --quick
 
 # Random programs, judged against JAX: `make fuzz FUZZ=10000 SEED=300`.
 FUZZ ?= 300

@@ -16,7 +16,7 @@ import pytest
 
 import jaxact
 import jaxact_kernels
-from support.newest import newest
+from support.variants import thorough
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 TOY = "--epochs 6 --batch 64 --channels 16 32 --blocks 1".split()
@@ -102,7 +102,7 @@ def scores(output):
     return {(r["config"], r["seed"]): r["score"] for r in found}
 
 
-@newest
+@thorough
 @pytest.mark.parametrize("task", ["text", "images"])
 def test_training_scores_every_configuration_and_seed(task, tmp_path):
     output = tmp_path / "runs.jsonl"
@@ -150,6 +150,7 @@ def test_models_have_their_published_sizes():
     assert count(jax.eval_shape(init, jax.random.key(0), image)["params"]) == 25_557_032
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "recompute_attention", [pytest.param(False, marks=pytest.mark.slow), True]
 )
@@ -237,6 +238,7 @@ def test_a_graph_of_a_file(tmp_path):
         graphs.load(tmp_path / "half.npz")
 
 
+@pytest.mark.thorough
 def test_every_way_of_keeping_starts_from_the_same_network(monkeypatch):
     for package in ("flax", "optax", "sklearn"):
         pytest.importorskip(package)

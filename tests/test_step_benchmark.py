@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from support.newest import newest
+from support.variants import thorough
 
 pytest.importorskip("flax")
 pytest.importorskip("optax")
 pytest.importorskip("rich")
 pytestmark = [
     pytest.mark.unoptimized,
-    newest,
+    thorough,
     # A row has a rule for checkpoints, also where its network has none.
     pytest.mark.filterwarnings("ignore::jaxact.CompressionWarning"),
 ]

@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxact
 from jaxact import Policy
-from support.newest import newest
+from support.variants import thorough
 
 WIDTH, LENGTH, BATCH, LAYERS = 64, 16, 8, 4
 X = jax.random.normal(jax.random.key(0), (BATCH, LENGTH, WIDTH))
@@ -113,7 +113,7 @@ def test_keys_are_those_of_the_plain_program(transformed):
     assert rounded(transformed, MODEL, X) == KEYS
 
 
-@newest
+@thorough
 def test_keys_are_the_same_in_a_checkpoint_and_for_each_micro_batch():
     checkpointed = nnx.remat(loss)
     both = lambda model, x: sum(checkpointed(model, part) for part in (x[:4], x[4:]))
@@ -144,7 +144,7 @@ def test_keys_do_not_depend_on_the_batch():
     assert rounded(loss, MODEL, shape) == KEYS
 
 
-@newest
+@thorough
 def test_allocation_tells_layers_apart():
     """And its prediction is the variance of the compressed model's gradient.
 
@@ -374,7 +374,7 @@ def test_labels_are_not_seen():
     assert "/#" not in str(table) and "/#" not in str(table.by_path())
 
 
-@newest
+@thorough
 def test_the_gradient_is_the_same():
     """Scopes and labels compute nothing."""
     model = gpt(jaxact.compress(Block, policy=Policy(default=jaxact.Exact())))

@@ -11,7 +11,7 @@ import pytest
 import jaxact
 from jaxact import Bitmask, Exact, Policy, Quantize, Rule
 from support.blocks import BLOCKS, each_block
-from support.newest import newest
+from support.variants import thorough
 from support.programs import relative_error, same_bits
 
 # A node's stored value is both what is mixed and what the weights are computed from, so
@@ -148,7 +148,7 @@ def draw(block, bits, draws):
 WIDTHS = {1: {"transformer", "unet", "lstm"}, 2: BY_NAME, 4: BY_NAME}
 
 
-@newest
+@thorough
 @pytest.mark.parametrize(
     "block, bits",
     [
