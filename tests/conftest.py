@@ -33,7 +33,7 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    """Leave out what `--quick` says. All of it runs in `.ci/run`."""
+    """Leave out the tests that `--quick` names; `.ci/run` runs them."""
     if not config.getoption("quick"):
         return
     tests = collections.defaultdict(list)

@@ -12,8 +12,8 @@ from jax import lax
 from jax.experimental import checkify
 
 import jaxact
-from support.variants import thorough
 from support.programs import PROGRAMS, Program, relative_error, same_bits, scalar
+from support.variants import thorough
 
 pytestmark = pytest.mark.unoptimized
 

@@ -19,7 +19,6 @@ from scipy import stats
 
 import jaxact
 from jaxact import Policy
-from support.variants import thorough
 from support.nnx_modules import (
     MODES,
     SEEDED,
@@ -34,6 +33,7 @@ from support.nnx_modules import (
     stepper,
     two_steps,
 )
+from support.variants import thorough
 from support.wrapping import (
     AS_WRITTEN,
     BITS,

@@ -16,8 +16,8 @@ from flax import nnx
 
 import jaxact
 from jaxact import Exact, Policy, Quantize
-from support.variants import mostly_thorough
 from support.nnx_modules import Block, same
+from support.variants import mostly_thorough
 from support.wrapping import WIDTH, data
 
 EXACT = Policy(default=Exact())

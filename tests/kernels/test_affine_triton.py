@@ -16,8 +16,8 @@ from jaxact_kernels.affine import reference, triton
 from jaxact_kernels.affine.reference import Stored
 from jaxact_kernels.config import Config, heuristic
 from jaxact_kernels.numbering import box
-from support.variants import thorough
 from support.subjects import Affine, jit_interpreted as jit, sample
+from support.variants import thorough
 
 SEED = np.uint32(7)
 SMALL = Config(4, 1)

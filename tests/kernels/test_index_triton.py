@@ -15,8 +15,8 @@ from jaxact_kernels.index import reference, triton
 from jaxact_kernels.index.reference import index_layout
 from jaxact_kernels.mask import reference as mask_reference, triton as mask
 from support.gpu_target import needs_target
-from support.variants import thorough
 from support.subjects import Index, Mask, jit_interpreted as jit, sample
+from support.variants import thorough
 
 SMALL = Config(4, 1)
 RUN = {"config": SMALL, "interpret": True}

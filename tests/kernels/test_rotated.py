@@ -7,8 +7,8 @@ import pytest
 
 from jaxact_kernels import rotated
 from support import rotated_oracle
-from support.variants import thorough
 from support.subjects import ROTATED, Rotated, jitted, sample
+from support.variants import thorough
 
 pytestmark = thorough
 

@@ -18,8 +18,8 @@ from scipy import stats
 import jaxact
 from jaxact_kernels.affine import group, reference
 from support import oracle
-from support.variants import thorough
 from support.subjects import Dithered
+from support.variants import thorough
 
 pytestmark = thorough
 

@@ -34,8 +34,8 @@ import pytest
 from jax import lax
 
 import jaxact
-from support.variants import thorough
 from support.oracle import rounding_variance
+from support.variants import thorough
 
 pytestmark = thorough
 

@@ -20,8 +20,8 @@ import pytest
 from jax import lax
 
 from jaxact_kernels.rotated.group import NORMAL_ERROR
-from support.variants import thorough
 from support.subjects import Affine, Dithered, Rotated
+from support.variants import thorough
 
 pytestmark = thorough
 

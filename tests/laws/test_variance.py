@@ -33,8 +33,8 @@ import pytest
 from jax import lax
 
 import jaxact
-from support.variants import thorough
 from support.oracle import rounding_variance
+from support.variants import thorough
 
 DRAWS = 4096
 EPSILON = 1e-5
