@@ -54,5 +54,6 @@ from jaxact._report import (
     residuals as residuals,
 )
 from jaxact._residual import Residual as Residual
+from jaxact._time import count_flops as count_flops
 
 __version__ = "0.1.0"
