@@ -54,5 +54,6 @@ from jaxact._report import (
     residuals as residuals,
 )
 from jaxact._residual import Residual as Residual
+from jaxact._using import using as using
 
 __version__ = "0.1.0"
