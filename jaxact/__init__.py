@@ -55,5 +55,6 @@ from jaxact._report import (
 )
 from jaxact._residual import Residual as Residual
 from jaxact._time import count_flops as count_flops
+from jaxact._using import using as using
 
 __version__ = "0.1.0"

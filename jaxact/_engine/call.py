@@ -45,6 +45,7 @@ from jaxact._plan.storage import StoragePlan
 from jaxact._policy import Policy
 from jaxact._residual import join_paths
 from jaxact._trace import Argument, Flat, Static, TraceCache, is_inexact, trace
+from jaxact._using import Override, current_override
 
 
 def call_compressed(
@@ -64,6 +65,7 @@ def call_compressed(
 
     Args:
       describe: each argument's label and kind.
+      policy: of the call; a context may replace it (`using`).
       seed: uint32 scalar, for the rounding noise.
       name: the class or function that the user compressed, for messages.
       cache: of `f`'s earlier traces.
@@ -72,6 +74,8 @@ def call_compressed(
       path: of the call, below that; its operations have it already.
     """
     title = getattr(name or f, "__qualname__", str(name or f))
+    override = current_override()
+    policy = policy if override is None else override.policy
     flat, values, rebuild = trace(f, args, kwargs, describe, cache)
     flat = replace(flat, jaxpr=with_labels(flat.jaxpr))
     above = current_path() if above is None else above
@@ -79,11 +83,22 @@ def call_compressed(
     site = Site(title, line.filename, line.number, line.instruction)
     number = number_in_trace(join_paths(above, path), site)
     prefix = join_paths(above, Label("call", number.at_path).component)
-    report = functools.partial(notice, policy, title)
+    report = functools.partial(_report, policy, title, override)
     values = [jnp.asarray(v) if isinstance(v, np.ndarray) else v for v in values]
     engine = Engine(policy, prefix, title, report)
     seed = salted(seed, "call", number.total)
     return rebuild(engine(flat, Draw(seed, {}), values))
+
+
+def _report(
+    policy: Policy,
+    title: str,
+    override: Override | None,
+    plans: Sequence[StoragePlan],
+) -> None:
+    notice(policy, title, plans)
+    if override is not None and override.observer is not None:
+        override.observer(plans)
 
 
 def seed_from(key: jax.Array | None) -> Array:
