@@ -1,7 +1,9 @@
 # `make demo` and `make test` need only make and Python >= 3.11: each creates .venv
-# and installs what it needs. Choose an interpreter with PYTHON=python3.12.
+# and installs what it needs. The newest tested Python that runs here, or PYTHON=...
 
-PYTHON ?= python3
+PYTHON ?= $(shell for python in python3.12 $(HOME)/.pyenv/versions/3.12.*/bin/python \
+  python3.11 $(HOME)/.pyenv/versions/3.11.*/bin/python; do \
+  $$python -c "" 2>/dev/null && { echo $$python; exit; }; done; echo python3)
 DATA ?=
 RUN := .venv/bin/python
 PIP := $(RUN) -m pip install --quiet --disable-pip-version-check
@@ -39,7 +41,8 @@ clean:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "jaxact needs Python >= 3.11: make PYTHON=python3.12 ..." >&2; exit 1; }
 	$(PYTHON) -m venv --clear .venv
-	$(PIP) --editable '.[examples]'
+	$(PIP) --editable '.[examples,targets]' 2>/dev/null || \
+	  $(PIP) --editable '.[examples]' # no GPU compiler for this platform
 	@touch $@
 
 .venv/dev: .venv/demo
