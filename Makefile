@@ -11,7 +11,8 @@ PIP := $(RUN) -m pip install --quiet --disable-pip-version-check
 .PHONY: demo test fuzz lint typecheck docs clean
 
 demo: .venv/demo
-	$(RUN) examples/quickstart.py $(if $(DATA),--data "$(DATA)")
+	JAX_PLATFORMS=$${JAX_PLATFORMS-$$(test -e /dev/nvidia0 || echo cpu)} \
+	  $(RUN) examples/quickstart.py $(if $(DATA),--data "$(DATA)")
 
 test: .venv/dev
 	$(RUN) -m pytest -n auto --maxprocesses=8 --dist worksteal --quick
@@ -41,8 +42,8 @@ clean:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "jaxact needs Python >= 3.11: make PYTHON=python3.12 ..." >&2; exit 1; }
 	$(PYTHON) -m venv --clear .venv
-	$(PIP) --editable '.[examples,targets]' 2>/dev/null || \
-	  $(PIP) --editable '.[examples]' # no GPU compiler for this platform
+	$(PIP) --editable '.[examples,plots,targets]' 2>/dev/null || \
+	  $(PIP) --editable '.[examples,plots]' # no GPU compiler for this platform
 	@touch $@
 
 .venv/dev: .venv/demo
