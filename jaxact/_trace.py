@@ -154,7 +154,7 @@ class TraceCache:
 _SIGNATURES = 32
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class _OnArrays:
     """`f` as a function of its call's arrays alone.
 
