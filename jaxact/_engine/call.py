@@ -36,7 +36,7 @@ from jaxact._engine.seeds import salted, seed_at
 from jaxact._engine.storage import Draw, Packed, Storage
 from jaxact._engine.warnings import notice, planning, warn_about_rules
 from jaxact._jaxpr.compat import VJP_OPTIONS, reduced_like
-from jaxact._jaxpr.labels import Label, current_path, with_labels, without_scope
+from jaxact._jaxpr.labels import Label, current_path
 from jaxact._jaxpr.types import Array, PyTree
 from jaxact._plan.mark import CompressedCall, mark, mark_call
 from jaxact._plan.storage import StoragePlan
@@ -75,7 +75,9 @@ def call_compressed(
     line = user_line()
     site = Site(title, line.filename, line.number)
     number = number_in_trace(join_paths(above, path), site)
-    flat, scope = _labelled(flat, path)
+    inside = flat.inside(path) if path else None
+    flat, scope = (flat, "") if inside is None else (inside, path)
+    flat = flat.first_alike.labelled
     prefix = join_paths(above, Label("call", number.at_path).component, scope)
     report = functools.partial(notice, policy, title)
     values = [jnp.asarray(v) if isinstance(v, np.ndarray) else v for v in values]
@@ -84,19 +86,6 @@ def call_compressed(
     with jax.named_scope(scope) if scope else contextlib.nullcontext():
         outputs = engine(flat, Draw(seed, {}), values)
     return rebuild(outputs)
-
-
-def _labelled(flat: Flat, path: str) -> tuple[Flat, str]:
-    """A function with labels and without the scope `path`, if it is all in it.
-
-    Returns:
-      The function, and the scope that it is to be evaluated in, '' for none.
-    """
-    inside = without_scope(flat.jaxpr, path) if path else None
-    if inside is None:
-        return replace(flat, jaxpr=with_labels(flat.jaxpr)), ""
-    paths = tuple(p.removeprefix(f"{path}/") for p in flat.paths)
-    return replace(flat, jaxpr=with_labels(inside), paths=paths), path
 
 
 def seed_from(key: jax.Array | None) -> Array:
@@ -290,7 +279,7 @@ class _Rule:
         self, active: tuple[bool, ...], draw: Draw, values: Sequence[Array]
     ) -> Passes:
         """The passes for these active values; reports the plan's decisions."""
-        engine, flat = self.engine, self.flat.first_alike()
+        engine, flat = self.engine, self.flat.first_alike
         key = CallKey(
             flat,
             engine.policy,
