@@ -66,6 +66,10 @@ class Decision:
         assert isinstance(self.action, Codec), f"{self.action} stores nothing"
         return self.action
 
+    def at(self, prefix: str) -> "Decision":
+        """The same about the residual of a call with this module path."""
+        return dataclasses.replace(self, residual=self.residual.at(prefix))
+
     @property
     def why(self) -> str:
         """The reason and the remarks, as text."""

@@ -215,6 +215,15 @@ class Policy(Saved):
         return Quantize(self.bits)
 
     @property
+    def reads_paths(self) -> bool:
+        """Whether a decision may depend on the path of a residual's call."""
+        return any(
+            condition is not None
+            for rule in self.rules
+            for condition in (rule.key, rule.path, rule.where)
+        )
+
+    @property
     def chooses_form(self) -> bool:
         """Whether jaxact chooses which values are stored."""
         return self.recompute is None and not isinstance(self.default, Exact)

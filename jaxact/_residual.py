@@ -96,6 +96,13 @@ class Residual:
         """Bytes as it is, over all copies."""
         return self.size * self.dtype.itemsize
 
+    def at(self, prefix: str) -> "Residual":
+        """The same in a call with this module path, which has labels."""
+        if self.origin not in ("computed", "argument"):
+            return self
+        path = join_paths(visible(prefix), self.path)
+        return dataclasses.replace(self, path=path, call=_call(prefix) + self.call)
+
     def __str__(self) -> str:
         label = self.name or self.primitive or self.origin
         origin = ", ".join(p for p in (self.path, self.source) if p)
@@ -148,23 +155,20 @@ class Provenance:
     Attributes:
       jaxpr: the program.
       argument_paths: paths for its inputs.
-      prefix: starts the path for each value that it computes; with labels.
     """
 
     jaxpr: Jaxpr
     argument_paths: Sequence[str]
-    prefix: str = ""
     _indexed: dict[int, Producers] = dataclasses.field(default_factory=dict)
     _numbers: dict[int, dict[int, int]] = dataclasses.field(default_factory=dict)
     _added: dict[int, dict[str, list[int]]] = dataclasses.field(default_factory=dict)
 
     def of(self, v: Var) -> Residual:
         """`v` as a residual: its shape and dtype, and the equation that made it."""
-        origin = self._origin(self.jaxpr, v, self.prefix)
-        path, call = origin.path, origin.call
+        origin = self._origin(self.jaxpr, v, "")
+        path = origin.path
         if origin.kind == "argument":
-            argument = self.argument_paths[origin.position]
-            path, call = join_paths(visible(self.prefix), argument), _call(self.prefix)
+            path = self.argument_paths[origin.position]
         return Residual(
             tuple(v.aval.shape),
             v.aval.dtype,
@@ -174,7 +178,7 @@ class Provenance:
             path=path,
             source=origin.source,
             label=origin.label,
-            call=call,
+            call=origin.call,
             is_carry=origin.kind == "carry",
         )
 

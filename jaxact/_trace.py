@@ -7,6 +7,7 @@ closures over tracers. Values that are not arrays stay the Python values they ar
 
 import dataclasses
 import enum
+import functools
 import inspect
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -18,7 +19,7 @@ import numpy as np
 
 from jaxact._jaxpr.compat import open_jaxpr
 from jaxact._jaxpr.evaluate import evaluate
-from jaxact._jaxpr.labels import numbered
+from jaxact._jaxpr.labels import numbered, with_labels, without_scope
 from jaxact._jaxpr.structure import open_structure
 from jaxact._jaxpr.types import Array, Jaxpr, Var
 from jaxact._read_values import are_same, read_values
@@ -62,10 +63,24 @@ class Flat:
     def invars(self) -> list[Var]:
         return [*self.jaxpr.constvars, *self.jaxpr.invars]
 
+    @functools.cached_property
     def first_alike(self) -> "Flat":
         """The first function that was traced to the same program, else this one."""
         key = open_structure(self.jaxpr), self.kinds, self.paths, self.owners
         return _traced.setdefault(key, self)
+
+    @functools.cached_property
+    def labelled(self) -> "Flat":
+        """The same with a label on each equation, see `jaxact._jaxpr.labels`."""
+        return dataclasses.replace(self, jaxpr=with_labels(self.jaxpr))
+
+    def inside(self, scope: str) -> "Flat | None":
+        """The function that is evaluated in a scope; None if parts of it are not."""
+        jaxpr = without_scope(self.jaxpr, scope)
+        if jaxpr is None:
+            return None
+        paths = tuple(path.removeprefix(f"{scope}/") for path in self.paths)
+        return dataclasses.replace(self, jaxpr=jaxpr, paths=paths)
 
 
 _traced: "weakref.WeakValueDictionary[Hashable, Flat]" = weakref.WeakValueDictionary()
@@ -154,7 +169,7 @@ class TraceCache:
 _SIGNATURES = 32
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class _OnArrays:
     """`f` as a function of its call's arrays alone.
 

@@ -12,11 +12,11 @@ from typing import TypeAlias
 
 import jax
 
-from jaxact._plan.storage import StoragePlan
+from jaxact._decision import Decision
 from jaxact._policy import Policy
 
-# Hears the plans of a call.
-Observer: TypeAlias = Callable[[Sequence[StoragePlan]], None]
+# Hears the decisions about a call's residuals.
+Observer: TypeAlias = Callable[[Sequence[Decision]], None]
 
 
 class Override:
@@ -24,7 +24,7 @@ class Override:
 
     Attributes:
       policy: in place of the calls' own.
-      observer: hears the plans of the calls that are differentiated. Contexts with two
+      observer: hears the decisions of the calls that are differentiated. Contexts with two
         observers share no traces.
     """
 

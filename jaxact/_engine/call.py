@@ -10,10 +10,10 @@ hold the outputs too, and must not hold an argument: scan would then stack copie
 parameters.
 """
 
+import contextlib
 import functools
 import itertools
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
 
@@ -24,22 +24,20 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from jaxact._checkpoint_policies import PACKED_NAME
+from jaxact._codec import Exact
 from jaxact._decision import Decision
-from jaxact._engine.backward import backward_pass
 from jaxact._engine.lines import user_line
-from jaxact._engine.number import Site, number_in_trace, salted
+from jaxact._engine.number import Site, number_in_trace
 from jaxact._engine.outputs import independent_outputs, select_outputs, when_all
+from jaxact._engine.passes import Passes
 from jaxact._engine.planning import CallKey, plan_call
 from jaxact._engine.scan import CompressBody, contains_scan
+from jaxact._engine.seeds import salted, seed_at
 from jaxact._engine.storage import Draw, Packed, Storage
 from jaxact._engine.warnings import notice, planning, warn_about_rules
-from jaxact._jaxpr.compat import VJP_OPTIONS, barrier, reduced_like
-from jaxact._jaxpr.evaluate import evaluate, in_mesh_of
-from jaxact._jaxpr.labels import Label, current_path, with_labels
-from jaxact._jaxpr.opaque import hide
-from jaxact._jaxpr.primitives import FUSED
-from jaxact._jaxpr.read import is_float
-from jaxact._jaxpr.types import Array, Env, PyTree, Var
+from jaxact._jaxpr.compat import VJP_OPTIONS, reduced_like
+from jaxact._jaxpr.labels import Label, current_path
+from jaxact._jaxpr.types import Array, PyTree
 from jaxact._plan.mark import CompressedCall, mark, mark_call
 from jaxact._plan.storage import StoragePlan
 from jaxact._policy import Policy
@@ -77,28 +75,32 @@ def call_compressed(
     override = current_override()
     policy = policy if override is None else override.policy
     flat, values, rebuild = trace(f, args, kwargs, describe, cache)
-    flat = replace(flat, jaxpr=with_labels(flat.jaxpr))
     above = current_path() if above is None else above
     line = user_line()
     site = Site(title, line.filename, line.number, line.instruction)
     number = number_in_trace(join_paths(above, path), site)
-    prefix = join_paths(above, Label("call", number.at_path).component)
+    inside = flat.inside(path) if path else None
+    flat, scope = (flat, "") if inside is None else (inside, path)
+    flat = flat.first_alike.labelled
+    prefix = join_paths(above, Label("call", number.at_path).component, scope)
     report = functools.partial(_report, policy, title, override)
     values = [jnp.asarray(v) if isinstance(v, np.ndarray) else v for v in values]
     engine = Engine(policy, prefix, title, report)
     seed = salted(seed, "call", number.total)
-    return rebuild(engine(flat, Draw(seed, {}), values))
+    with jax.named_scope(scope) if scope else contextlib.nullcontext():
+        outputs = engine(flat, Draw(seed, {}), values)
+    return rebuild(outputs)
 
 
 def _report(
     policy: Policy,
     title: str,
     override: Override | None,
-    plans: Sequence[StoragePlan],
+    decisions: Sequence[Decision],
 ) -> None:
-    notice(policy, title, plans)
+    notice(policy, title, decisions)
     if override is not None and override.observer is not None:
-        override.observer(plans)
+        override.observer(decisions)
 
 
 def seed_from(key: jax.Array | None) -> Array:
@@ -116,7 +118,7 @@ def seed_from(key: jax.Array | None) -> Array:
 _NO_GRADIENT: Any = None  # an integer, such as a seed, has none
 
 
-def _ignore(plans: Sequence[StoragePlan]) -> None:
+def _ignore(decisions: Sequence[Decision]) -> None:
     pass
 
 
@@ -150,14 +152,14 @@ class Engine:
       policy: decides about each residual.
       prefix: the call's module path, with its label.
       name: the compressed function, for messages.
-      report: hears a call's plans when it is first differentiated.
+      report: hears a call's decisions when it is first differentiated.
       storage: encodes and decodes the residuals.
     """
 
     policy: Policy
     prefix: str
     name: str
-    report: Callable[[Sequence[StoragePlan]], None] = _ignore
+    report: Callable[[Sequence[Decision]], None] = _ignore
     storage: Storage = ActionStorage()
 
     def __call__(
@@ -173,15 +175,15 @@ class Engine:
             outputs.update(zip(numbers, rule(own, values), strict=True))
         return [outputs[i] for i in range(len(outputs))]
 
-    def scan_bodies(self, plans: list[StoragePlan]) -> CompressBody:
-        """Evaluates the bodies of scans, compressed; adds their plans to `plans`."""
+    def scan_bodies(self, decisions: list[Decision]) -> CompressBody:
+        """Evaluates the bodies of scans, compressed; adds the decisions to a list."""
         scans = itertools.count()
 
         def compress_body(
             body: Flat, draw: Draw, values: Sequence[Array], scope: str
         ) -> list[jax.Array]:
             prefix = join_paths(self.prefix, scope)
-            inner = replace(self, prefix=prefix, report=plans.extend)
+            inner = replace(self, prefix=prefix, report=decisions.extend)
             own = draw._replace(seed=salted(draw.seed, "scan", next(scans)))
             return inner(body, own, values)
 
@@ -196,7 +198,7 @@ class _Saved(NamedTuple):
       keys: the probe's keys.
     """
 
-    plan: StoragePlan
+    passes: Passes
     active: tuple[bool, ...]
     keys: tuple[str, ...]
 
@@ -206,13 +208,13 @@ class _Rule:
     """One call with its derivative rule.
 
     Attributes:
-      plans: by the values that are differentiated.
+      passes: by the values that are differentiated.
       ran_forward: whether JAX has evaluated `forward`.
     """
 
     engine: Engine
     flat: Flat
-    plans: dict[tuple[bool, ...], StoragePlan] = field(default_factory=dict)
+    passes: dict[tuple[bool, ...], Passes] = field(default_factory=dict)
     ran_forward: bool = False
 
     def __call__(self, draw: Draw, values: Sequence[Array]) -> list[jax.Array]:
@@ -248,15 +250,19 @@ class _Rule:
         draw = jax.tree.map(lambda p: p.value, draw)
         values = [p.value for p in primals]
         active = tuple(p.perturbed and is_inexact(p.value) for p in primals)
-        if active not in self.plans:
-            self.plans[active] = self.make_plan(active, draw, values)
-        plan, engine = self.plans[active], self.engine
-        outputs, packed, kept = forward_pass(
-            plan, engine.storage, engine.prefix, draw, values
-        )
+        if active not in self.passes:
+            self.passes[active] = self.make_passes(active, draw, values)
+        passes, prefix = self.passes[active], self.engine.prefix
+        probe = draw.probe
+        measured = _measured_keys(passes.plan, prefix, probe)
+        settings = {inside: probe[key] for inside, key in measured.items()}
+        inputs = [draw.seed, *values, *probe.values()]
+        seed = seed_at(draw.seed, prefix)
+        outputs, stored, kept = passes.forward(seed, settings, inputs)
+        packed, exact = _marked(passes.plan, prefix, stored)
         self.ran_forward = True
-        saved = Static(_Saved(plan, active, tuple(draw.probe)))
-        return outputs, (saved, packed, kept)
+        saved = Static(_Saved(passes, active, tuple(probe)))
+        return outputs, (saved, packed, [*exact, *kept])
 
     def backward(
         self,
@@ -267,11 +273,12 @@ class _Rule:
         warn_about_rules(self.engine.policy)
         static, packed, kept = residuals
         saved = cast(_Saved, static.value)
-        results, measured = backward_pass(
-            saved.plan, self.engine.storage, saved.keys, packed, kept, cotangents
-        )
+        passes = saved.passes
+        keys = _measured_keys(passes.plan, self.engine.prefix, saved.keys)
+        results, found = passes.backward(tuple(keys), packed, kept, cotangents)
+        measured = {keys[inside]: setting for inside, setting in found.items()}
         gradients = iter(results)
-        _, *inputs = saved.plan.forward.jaxpr.invars
+        _, *inputs = passes.plan.forward.jaxpr.invars
         is_active = (*saved.active, *(True for _ in saved.keys))
         reduced: list[Any] = [
             reduced_like(next(gradients), v.aval) if differentiated else None
@@ -283,11 +290,11 @@ class _Rule:
             measured[key] = measured[key] + setting if key in measured else setting
         return Draw(_NO_GRADIENT, measured), *reduced[:count]
 
-    def make_plan(
+    def make_passes(
         self, active: tuple[bool, ...], draw: Draw, values: Sequence[Array]
-    ) -> StoragePlan:
-        """The plan for these active values, reported with those of scans inside."""
-        engine, flat = self.engine, self.flat.first_alike()
+    ) -> Passes:
+        """The passes for these active values; reports the plan's decisions."""
+        engine, flat = self.engine, self.flat.first_alike
         key = CallKey(
             flat,
             engine.policy,
@@ -297,72 +304,35 @@ class _Rule:
             tuple(draw.probe),
         )
         with planning():
-            plans = plan_call(key, engine.prefix, engine.scan_bodies, draw, values)
-        engine.report(plans)
-        return plans[0]
+            passes, inside = plan_call(
+                key, engine.prefix, engine.scan_bodies, draw, values
+            )
+        decided = passes.plan.all_decisions
+        engine.report([*(d.at(engine.prefix) for d in decided), *inside])
+        return passes
 
 
-def forward_pass(
-    plan: StoragePlan,
-    storage: Storage,
-    prefix: str,
-    draw: Draw,
-    values: Sequence[Array],
-) -> tuple[list[jax.Array], list[PyTree], list[jax.Array]]:
-    """Outputs, packed residuals, and arrays that are kept as they are."""
-    outputs, env = _evaluate(plan, [draw.seed, *values, *draw.probe.values()])
-    stored = {}
-    for number, v in enumerate(plan.decisions):
-        with in_mesh_of(env[v]):
-            salt = f"{prefix}/{number}"
-            stored[v] = _store(v, env, plan, storage, draw, salt=salt)
-    exact = [stored[v] for v in plan.exact]
-    packed = [stored[v] for v in plan.packed]
-    if packed:
-        outputs, packed = barrier((outputs, packed))
-    # Behind the barrier: XLA's host offloading does not look through one.
-    codecs = [plan.decisions[v].codec for v in plan.packed]
-    packed = [c.keep(x) for c, x in zip(codecs, packed, strict=True)]
-    # Named behind the barrier: a checkpoint that saves them need not redo the call.
-    exact, packed = jax.tree.map(
-        lambda a: checkpoint_name(a, PACKED_NAME), (exact, packed)
-    )
-    return outputs, packed, exact + [env[v] for v in plan.kept]
+def _measured_keys(
+    plan: StoragePlan, prefix: str, keys: Collection[str]
+) -> dict[str, str]:
+    """The probe's keys for residuals of a call, by the residuals' keys inside it."""
+    if not keys:
+        return {}
+    residuals = [d.residual for d in plan.decisions.values()]
+    own = {r.key: r.at(prefix).key for r in residuals}
+    return {inside: key for inside, key in own.items() if key in keys}
 
 
-def _evaluate(
-    plan: StoragePlan, inputs: Sequence[Array]
-) -> tuple[list[jax.Array], Env]:
-    """The outputs, and the values that the saved variables have."""
-    forward = plan.forward
-    results = evaluate(plan.program, forward.consts, inputs)
-    env = dict(zip(plan.saved, results[forward.num_outputs :], strict=True))
-    # An argument is kept as the array that it is: the program would give a copy.
-    env |= dict(zip(forward.jaxpr.constvars, forward.consts, strict=True))
-    env |= dict(zip(forward.jaxpr.invars, inputs, strict=True))
-    return results[: forward.num_outputs], env
-
-
-def _store(
-    v: Var, env: Env, plan: StoragePlan, storage: Storage, draw: Draw, *, salt: str
-) -> PyTree:
-    """One residual, marked and encoded.
-
-    Equal data in two places must not meet equal noise: hence a `salt` for each.
-    """
-    decision = plan.decisions[v]
-    x = mark(env[v], decision, plan.policy, plan.used_rules)
-    if v in plan.normalized:
-        x = plan.normalized[v].apply(x, env)
-    seed = jnp.asarray(draw.seed, jnp.uint32) ^ np.uint32(zlib.crc32(salt.encode()))
-    setting = draw.probe.get(decision.residual.key)
-    is_fused = v in plan.normalized or decision.residual.primitive in FUSED
-
-    def encode(x: jax.Array, seed: jax.Array) -> PyTree:
-        return storage.encode(decision, x, seed, setting, is_fused=is_fused)
-
-    if decision.codec.is_differentiable and is_float(v):
-        return encode(x, seed)
-    # Traced here, so that the way from a call to its codec is straight.
-    closed, out = jax.make_jaxpr(encode, return_shape=True)(x, seed)
-    return hide(closed, jax.tree.structure(out), x, seed)
+def _marked(
+    plan: StoragePlan, prefix: str, stored: Sequence[PyTree]
+) -> tuple[list[PyTree], list[jax.Array]]:
+    """The packed residuals and the exact ones, marked and named."""
+    exact, packed = [], []
+    for (v, decision), arrays in zip(plan.decisions.items(), stored, strict=True):
+        shape = tuple(v.aval.shape)
+        placed = decision.at(prefix)
+        arrays = mark(arrays, placed, shape, plan.policy, plan.used_rules)
+        # Named behind the barrier: a checkpoint that saves them need not redo the call.
+        arrays = jax.tree.map(lambda a: checkpoint_name(a, PACKED_NAME), arrays)
+        (exact if isinstance(decision.action, Exact) else packed).append(arrays)
+    return packed, exact

@@ -14,14 +14,10 @@ function called twice, a scan's body. Keys are for these.
 """
 
 import collections
-import hashlib
 import threading
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 from jax.extend import core as jex
-
-from jaxact._jaxpr.types import Array
 
 # Traces that a thread remembers. One that makes no call while so many others do counts
 # from 0 again: its next calls may repeat the noise of its first.
@@ -110,16 +106,3 @@ def scope_in_trace(name: str) -> str:
     counts = _current_trace().counts
     number, counts[name] = counts[name], counts[name] + 1
     return f"{name}_{number}" if number else name
-
-
-def salted(seed: Array, kind: str, number: int) -> Array:
-    """The seed for one of several parts of a kind; the first one's is `seed`.
-
-    Salts of two kinds combine by exclusive or, so they must not be affine in the text,
-    as CRC-32 is: 'call 1' with 'scan 2' would be 'call 2' with 'scan 1'.
-    """
-    if number == 0:
-        return seed
-    word = hashlib.blake2b(f"{kind} {number}".encode(), digest_size=4).digest()
-    bits: Any = seed
-    return bits ^ np.uint32(int.from_bytes(word, "little"))

@@ -6,24 +6,24 @@ Needed before JAX 0.11, which added `generic_batching`; see `_jaxpr.compat`.
 import dataclasses
 from collections.abc import Callable, Sequence
 
+from jaxact._decision import Decision
 from jaxact._jaxpr.compat import HAS_GENERIC_BATCHING
 from jaxact._jaxpr.flow import fact_of, flow, union
 from jaxact._jaxpr.read import is_float
 from jaxact._jaxpr.rewrite import prune
-from jaxact._plan.storage import StoragePlan
 from jaxact._trace import Flat, Kind
 
 
 def when_all(
-    parts: int, report: Callable[[Sequence[StoragePlan]], None]
-) -> Callable[[Sequence[StoragePlan]], None]:
-    """Report the plans for all parts together, once."""
-    reported: list[Sequence[StoragePlan]] = []
+    parts: int, report: Callable[[Sequence[Decision]], None]
+) -> Callable[[Sequence[Decision]], None]:
+    """Report the decisions for all parts together, once."""
+    reported: list[Sequence[Decision]] = []
 
-    def collect(plans: Sequence[StoragePlan]) -> None:
-        reported.append(plans)
+    def collect(decisions: Sequence[Decision]) -> None:
+        reported.append(decisions)
         if len(reported) == parts:
-            report([plan for plans in reported for plan in plans])
+            report([decision for part in reported for decision in part])
 
     return collect
 

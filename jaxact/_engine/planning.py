@@ -2,25 +2,26 @@
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TypeAlias
 
 import jax
 
 from jaxact._checkpoint_policies import SaveEither, save_packed
+from jaxact._decision import Decision
+from jaxact._engine.passes import Passes
 from jaxact._engine.scan import CompressBody, contains_scan, push_into_scans
 from jaxact._engine.storage import Draw, Storage
-from jaxact._form import plan_bases, rewrite
+from jaxact._form import flattened, plan_bases, rewrite
 from jaxact._jaxpr.rewrite import new_variable, with_inputs
 from jaxact._jaxpr.types import Array
 from jaxact._plan.each import plan_each_residual
 from jaxact._plan.forward import Forward, ForwardTrace
-from jaxact._plan.storage import StoragePlan
 from jaxact._policy import Policy
 from jaxact._trace import Flat, Kind
 
-# Makes the evaluation of scan bodies, whose plans it adds to the list.
-NewBody: TypeAlias = Callable[[list[StoragePlan]], CompressBody]
+# Makes the evaluation of scan bodies, whose decisions it adds to the list.
+NewBody: TypeAlias = Callable[[list[Decision]], CompressBody]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,13 +48,30 @@ class _Plans:
     """The plans for calls that are alike, such as a network's equal layers.
 
     Attributes:
-      nested: those for the scans inside, of the last trace.
-      made: the last forward program, and the plan and the plans inside by prefix.
+      nested: decisions for the scans inside, of the last trace.
+      latest: the last forward program, and what was made of it.
     """
 
     trace: ForwardTrace
-    nested: list[StoragePlan]
-    made: tuple[Forward, dict[str, tuple[StoragePlan, ...]]] | None = None
+    nested: list[Decision]
+    latest: "tuple[Forward, _Made] | None" = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Made:
+    """The plans for one forward program.
+
+    Attributes:
+      forward: the program as planners read it.
+      nested: decisions for the scans inside.
+      by_prefix: passes for each module path on which decisions depend.
+      distinct: passes for each distinct plan.
+    """
+
+    forward: Forward
+    nested: tuple[Decision, ...]
+    by_prefix: dict[str, Passes] = dataclasses.field(default_factory=dict)
+    distinct: dict[Hashable, Passes] = dataclasses.field(default_factory=dict)
 
 
 # Alive as long as a traced program that was planned by them.
@@ -62,8 +80,8 @@ _planned: "weakref.WeakValueDictionary[CallKey, _Plans]" = weakref.WeakValueDict
 
 def plan_call(
     key: CallKey, prefix: str, new_body: NewBody, draw: Draw, values: Sequence[Array]
-) -> tuple[StoragePlan, ...]:
-    """The plan for a call, then those for the scans inside.
+) -> tuple[Passes, tuple[Decision, ...]]:
+    """The passes for a call, and the decisions for the scans inside.
 
     Args:
       prefix: the call's module path.
@@ -74,20 +92,23 @@ def plan_call(
         plans = _planned[key] = _start(key, new_body)
     settings = list(draw.probe.values())
     forward = plans.trace.trace(draw.seed, [*values, *settings])
-    if plans.made is None or plans.made[0] is not forward:
-        plans.made = forward, {}
-    _, by_prefix = plans.made
-    if prefix not in by_prefix:
+    if plans.latest is None or plans.latest[0] is not forward:
+        read = flattened(forward) if key.policy.chooses_form else forward
+        plans.latest = forward, _Made(read, tuple(plans.nested))
+    _, made = plans.latest
+    prefix = prefix if key.policy.reads_paths else ""
+    if prefix not in made.by_prefix:
         decide = plan_bases if key.policy.chooses_form else plan_each_residual
         flat = _with_settings(key.flat, settings)
-        plan = decide(forward, flat, key.policy, prefix)
+        plan = decide(made.forward, flat, key.policy, prefix)
         plan = dataclasses.replace(plan, origin=plans)
-        by_prefix[prefix] = plan, *plans.nested
-    return by_prefix[prefix]
+        passes = Passes(plan, key.storage)
+        made.by_prefix[prefix] = made.distinct.setdefault(plan.contents, passes)
+    return made.by_prefix[prefix], made.nested
 
 
 def _start(key: CallKey, new_body: NewBody) -> _Plans:
-    nested: list[StoragePlan] = []
+    nested: list[Decision] = []
 
     def run(seed: jax.Array, *inputs: jax.Array) -> list[jax.Array]:
         nested.clear()

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jaxact._codec import Exact
 from jaxact._decision import Decision, Reason
 from jaxact._engine.lines import Line, user_line
-from jaxact._plan.storage import StoragePlan
 from jaxact._policy import RECOMPUTED_FROM_BITS, Policy, Rule
 from jaxact._residual import Residual
 
@@ -71,13 +70,12 @@ def planning() -> Iterator[None]:
         _planning.depth -= 1
 
 
-def notice(policy: Policy, name: str, plans: Sequence[StoragePlan]) -> None:
+def notice(policy: Policy, name: str, decisions: Sequence[Decision]) -> None:
     """Note which rules a call's residuals matched; warn if nothing was compressed.
 
     Args:
       name: the compressed function's.
     """
-    decisions = [d for plan in plans for d in plan.all_decisions]
     line = user_line()
     if policy.rules:
         watch = _watches.get(id(policy))

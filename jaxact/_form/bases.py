@@ -58,8 +58,12 @@ class _Bases:
 def plan_bases(
     forward: Forward, flat: Flat, policy: Policy, prefix: str
 ) -> StoragePlan:
-    """Decide which values are stored so that backward has the residuals."""
-    reading = read_forward(_flattened(forward), flat, policy, prefix)
+    """Decide which values are stored so that backward has the residuals.
+
+    Args:
+      forward: from `flattened`.
+    """
+    reading = read_forward(forward, flat, policy, prefix)
     bases = _bases(reading)
     decisions = _decide_bases(bases)
     recomputed = [v for v, d in decisions.items() if isinstance(d.action, Recompute)]
@@ -82,7 +86,8 @@ def plan_bases(
     return finish(reading, decisions, replay, normalized)
 
 
-def _flattened(forward: Forward) -> Forward:
+def flattened(forward: Forward) -> Forward:
+    """A forward program with its calls, cells and pools inlined."""
     def body(eqn: Eqn) -> Body | None:
         return cell_body(eqn) or pool_body(eqn) or inlinable_body(eqn)
 
@@ -196,7 +201,7 @@ def _decide_base(bases: _Bases, v: Var) -> Decision:
     bit = 1 << bases.stored.index(v) if v in bases.stored else 0
     if uses.nonlinear & bit:
         residual = dataclasses.replace(residual, is_recomputed_from=True)
-    decision = reading.policy.decide(residual, small_size=reading.small_size)
+    decision = reading.decide(residual)
     if decision.bias is Bias.EXACT:
         return decision
     unbounded = {Reason.SOLVED_WITH: uses.solved, Reason.DIVIDED_BY: uses.divided}
@@ -212,8 +217,8 @@ def _decide_exact(bases: _Bases, v: Var) -> Decision:
     reading, residual = bases.reading, _residual(bases.reading, bases.chooser, v)
     if v in bases.spared:
         return Decision(residual, Exact(), bases.spared[v])
-    return decide_unrounded(reading, v, residual) or reading.policy.decide(
-        residual, small_size=reading.small_size, statistic=True
+    return decide_unrounded(reading, v, residual) or reading.decide(
+        residual, statistic=True
     )
 
 
@@ -222,7 +227,7 @@ def _is_rounded_by_default(reading: Reading, chooser: Chooser, v: Var) -> bool:
     residual = _residual(reading, chooser, v)
     if decide_unrounded(reading, v, residual) is not None:
         return False
-    decision = reading.policy.decide(residual, small_size=reading.small_size)
+    decision = reading.decide(residual)
     is_stored = not isinstance(decision.action, Recompute)
     return decision.rule is None and is_stored and decision.bias is not Bias.EXACT
 

@@ -67,6 +67,21 @@ def with_labels(jaxpr: Jaxpr) -> Jaxpr:
     return _labelled(jaxpr, "", Counter())
 
 
+def without_scope(jaxpr: Jaxpr, scope: str) -> Jaxpr | None:
+    """`jaxpr` without the scope that all its equations are in, None if some are not.
+
+    The programs of a network's equal layers differ in that scope alone.
+    """
+    eqns = []
+    for eqn in jaxpr.eqns:
+        stack = eqn.source_info.name_stack
+        if str(stack[:1]) != scope:  # not by the text: a scope may have slashes
+            return None
+        source = eqn.source_info.replace(name_stack=stack[1:])
+        eqns.append(eqn.replace(source_info=source))
+    return with_outputs(jaxpr, eqns, jaxpr.outvars)
+
+
 def visible(path: str) -> str:
     """`path` without labels, and without the scopes that `jnp.einsum` opens."""
     parts = path.split("/")

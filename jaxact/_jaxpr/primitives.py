@@ -18,7 +18,9 @@ PLACEMENTS = frozenset("sharding_constraint reshard mesh_cast device_put".split(
 CASTS = frozenset("convert_element_type reduce_precision".split())
 # Where a value comes from is read through these; `jax.checkpoint` puts the second two
 # around the values that it saves.
-TRANSPARENT = LABELS | {"reduce_precision", "optimization_barrier", "jaxact_residual"}
+TRANSPARENT = LABELS | frozenset(
+    "reduce_precision optimization_barrier jaxact_residual jaxact_rounded".split()
+)
 # Recomputing these costs next to nothing.
 MOVES = RESHAPES | COPIES | CASTS
 # Keep a part of their first operand.

@@ -56,6 +56,7 @@ _Known: TypeAlias = "weakref.WeakKeyDictionary[Any, Structure]"
 _known: dict[bool, _Known] = {
     rules: weakref.WeakKeyDictionary() for rules in (False, True)
 }
+_known_open: _Known = weakref.WeakKeyDictionary()
 
 
 def structure(program: ClosedJaxpr, rules: bool = True) -> Structure:
@@ -75,8 +76,11 @@ def structure(program: ClosedJaxpr, rules: bool = True) -> Structure:
 
 def open_structure(jaxpr: Jaxpr) -> Structure:
     """The structure of a jaxpr whose constants are inputs like the others."""
-    parts = tuple(_parts(jaxpr, rules=True))
-    return Structure(parts, hash(parts))
+    found = _known_open.get(jaxpr)
+    if found is None:
+        parts = tuple(_parts(jaxpr, rules=True))
+        found = _known_open[jaxpr] = Structure(parts, hash(parts))
+    return found
 
 
 def _parts(jaxpr: Jaxpr, rules: bool) -> Iterator[Hashable]:

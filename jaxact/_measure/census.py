@@ -1,5 +1,6 @@
 """Count the residuals that a program's backward pass has rounded."""
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from jaxact._bits.cost import Cost, levels_variance
 from jaxact._codec import Action
 from jaxact._jaxpr.compat import open_jaxpr
+from jaxact._jaxpr.primitives import CHECKPOINTS
 from jaxact._jaxpr.rewrite import without_unused
 from jaxact._jaxpr.types import Array, Eqn, Jaxpr, PyTree
 from jaxact._plan.forward import active_of, with_active
@@ -56,25 +58,37 @@ def census(
     rounded: dict[str, Rounded] = {}
     # A checkpoint's forward pass also marks residuals that it does not keep.
     for eqn, copies in _marks(without_unused(jaxpr), 1):
-        decision, aval = eqn.params["decision"], eqn.outvars[0].aval
+        decision = eqn.params["decision"]
         bits, key = _bits(decision.action), decision.residual.key
         if bits is not None:
             before = rounded[key].size if key in rounded else 0
-            size = before + aval.size * copies
-            rounded[key] = Rounded(key, size, aval.dtype.itemsize, bits)
+            size = before + math.prod(eqn.params["shape"]) * copies
+            itemsize = decision.residual.dtype.itemsize
+            rounded[key] = Rounded(key, size, itemsize, bits)
     return tuple(rounded.values())
 
 
 def _marks(jaxpr: Jaxpr, copies: int) -> Iterator[tuple[Eqn, int]]:
+    """The marks in the order of the forward pass, with the copies of each."""
+    recomputed: list[Iterator[tuple[Eqn, int]]] = []
     for eqn in jaxpr.eqns:
-        if eqn.primitive is mark_p:
-            yield eqn, copies
-        repeated = copies * eqn.params.get("length", 1)
-        for param in eqn.params.values():
-            for body in param if isinstance(param, tuple | list) else (param,):
-                inner, _ = open_jaxpr(body)
-                if hasattr(inner, "eqns"):
-                    yield from _marks(inner, repeated)
+        if eqn.primitive.name in CHECKPOINTS:  # the last one's backward pass is first
+            recomputed.append(_marks_inside(eqn, copies))
+        else:
+            yield from _marks_inside(eqn, copies)
+    for marks in reversed(recomputed):
+        yield from marks
+
+
+def _marks_inside(eqn: Eqn, copies: int) -> Iterator[tuple[Eqn, int]]:
+    if eqn.primitive is mark_p:
+        yield eqn, copies
+    repeated = copies * eqn.params.get("length", 1)
+    for param in eqn.params.values():
+        for body in param if isinstance(param, tuple | list) else (param,):
+            inner, _ = open_jaxpr(body)
+            if hasattr(inner, "eqns"):
+                yield from _marks(inner, repeated)
 
 
 def _bits(action: Action) -> int | None:

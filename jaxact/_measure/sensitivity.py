@@ -109,7 +109,7 @@ def sensitivity(
         )
     outputs: list[Any] = _outputs(flat)
     program = _Gradient(
-        flat.first_alike(),
+        flat.first_alike,
         tuple(active),
         tuple(r.key for r in rounded),
         _position(call.result(rebuild(outputs)), outputs, has_aux),

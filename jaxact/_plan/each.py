@@ -101,7 +101,7 @@ def _decide(reading: Reading, v: Var, is_recomputed_from: bool) -> Decision:
     )
     decision = decide_unrounded(reading, v, residual)
     if decision is None:
-        return reading.policy.decide(residual, small_size=reading.small_size)
+        return reading.decide(residual)
     if decision.reason is Reason.OF_PARAMETERS and residual.primitive in VIEWS:
         return dataclasses.replace(decision, action=Recompute())
     return decision

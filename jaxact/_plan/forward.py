@@ -109,7 +109,9 @@ class _Counts:
     vjp_tree: Any
 
 
-@dataclasses.dataclass(eq=False)
+# Without a repr: JAX takes the text of a function that is traced, for messages, and
+# this one's would be all of its latest trace.
+@dataclasses.dataclass(eq=False, repr=False)
 class ForwardTrace:
     """Traces the vjp of `run(seed, *values)` for the active values, and its use.
 

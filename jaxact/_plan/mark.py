@@ -1,14 +1,16 @@
 """Identities that mark, inside a traced program, residuals and compressed calls.
 
-The mark on a residual carries the decision about it, so a table can be read back from
-any program that contains compressed calls, however deep inside jit, scan or vmap they
-are and whatever JAX had cached. It also stops second-order differentiation, which would
-otherwise silently differentiate through the rounding. The mark on a call says how it is
-compressed, so that it can be evaluated in another way, for measuring. Marks compile to
-nothing.
+The mark on the arrays that store a residual carries the decision about it, so a table
+can be read back from any program that contains compressed calls, however deep inside
+jit, scan or vmap they are and whatever JAX had cached. Another, on a value that will be
+rounded, stops second-order differentiation, which would otherwise silently
+differentiate through the rounding; it knows no path, as alike calls share the program
+that it is in. The mark on a call says how it is compressed, so that it can be evaluated
+in another way, for measuring. Marks compile to nothing.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,11 +18,13 @@ from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
 
 from jaxact._decision import Decision
-from jaxact._jaxpr.types import Array, Axes, Tangent
+from jaxact._jaxpr.types import Array, Axes, PyTree, Shape, Tangent
 from jaxact._policy import Policy
 from jaxact._trace import Flat
 
 mark_p = jex.Primitive("jaxact_residual")
+mark_p.multiple_results = True
+rounded_p = jex.Primitive("jaxact_rounded")
 call_p = jex.Primitive("jaxact_call")
 
 
@@ -43,41 +47,82 @@ def mark_call(seed: Array, call: CompressedCall) -> jax.Array:
 
 
 def mark(
-    x: jax.Array, decision: Decision, policy: Policy, used_rules: tuple[int, ...]
-) -> jax.Array:
-    """`x`, marked as a residual that `policy` decided about; see `jaxact.residuals`."""
-    return mark_p.bind(x, decision=decision, policy=policy, used_rules=used_rules)
-
-
-def _batch(args: tuple[Array], dims: Axes, **params: object) -> tuple[Any, Any]:
-    return mark_p.bind(*args, **params), dims[0]
-
-
-def _differentiate(
-    primals: tuple[Array],
-    tangents: tuple[Tangent],
-    *,
+    stored: PyTree,
     decision: Decision,
-    **params: object,
-) -> tuple[Any, Tangent]:
-    if not decision.action.is_differentiable:
-        raise TypeError(
-            "jaxact: second-order differentiation of a compressed function. Its "
-            f"residual {decision.residual} is stored by {decision.action}, whose "
-            "rounding has no derivative. Use the uncompressed function for the inner "
-            "derivative, or compress with Policy(default=Exact()). Reports, such as "
-            "jaxact.residuals, take the loss itself, not its gradient."
-        )
-    return mark_p.bind(*primals, decision=decision, **params), tangents[0]
+    shape: Shape,
+    policy: Policy,
+    used_rules: tuple[int, ...],
+) -> PyTree:
+    """`stored`, marked as a residual that `policy` decided about.
+
+    See `jaxact.residuals`.
+
+    Args:
+      stored: the arrays that store the residual.
+      shape: the residual's.
+    """
+    leaves, tree = jax.tree.flatten(stored)
+    if not leaves:
+        return stored
+    marked = mark_p.bind(
+        *leaves, decision=decision, shape=shape, policy=policy, used_rules=used_rules
+    )
+    return jax.tree.unflatten(tree, marked)
 
 
-def _batch_call(args: tuple[Array], dims: Axes, **params: object) -> tuple[Any, Any]:
-    return call_p.bind(*args, **params), dims[0]
+def will_be_rounded(x: jax.Array, decision: Decision) -> jax.Array:
+    """`x`, which has no derivative from here on if the decision is to round it."""
+    if decision.action.is_differentiable:
+        return x
+    return rounded_p.bind(x, decision=decision)
 
 
-for primitive, batch in ((mark_p, _batch), (call_p, _batch_call)):
+def _batch_mark(
+    args: Sequence[Array], dims: Axes, *, shape: Shape, **params: object
+) -> tuple[Any, Any]:
+    size = next(
+        x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None
+    )
+    return mark_p.bind(*args, shape=(size, *shape), **params), dims
+
+
+def _differentiate_mark(
+    primals: Sequence[Array], tangents: Sequence[Tangent], **params: object
+) -> tuple[Any, Any]:
+    return mark_p.bind(*primals, **params), list(tangents)
+
+
+def _refuse(
+    primals: Sequence[Array], tangents: Sequence[Tangent], *, decision: Decision
+) -> Any:
+    raise TypeError(
+        "jaxact: second-order differentiation of a compressed function. Its "
+        f"residual {decision.residual} is stored by {decision.action}, whose "
+        "rounding has no derivative. Use the uncompressed function for the inner "
+        "derivative, or compress with Policy(default=Exact()). Reports, such as "
+        "jaxact.residuals, take the loss itself, not its gradient."
+    )
+
+
+mark_p.def_impl(lambda *xs, **_: list(xs))
+mark_p.def_abstract_eval(lambda *avals, **_: list(avals))
+mlir.register_lowering(mark_p, lambda ctx, *xs, **_: xs)
+batching.primitive_batchers[mark_p] = _batch_mark
+ad.primitive_jvps[mark_p] = _differentiate_mark
+
+
+def _identity(primitive: Any) -> None:
+    """Give a primitive with one operand the rules of an identity."""
+
+    def batch(args: tuple[Array], dims: Axes, **params: object) -> tuple[Any, Any]:
+        return primitive.bind(*args, **params), dims[0]
+
     primitive.def_impl(lambda x, **_: x)
     primitive.def_abstract_eval(lambda aval, **_: aval)
     mlir.register_lowering(primitive, lambda ctx, x, **_: [x])
     batching.primitive_batchers[primitive] = batch
-ad.primitive_jvps[mark_p] = _differentiate
+
+
+_identity(call_p)
+_identity(rounded_p)
+ad.primitive_jvps[rounded_p] = _refuse

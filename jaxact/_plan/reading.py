@@ -33,7 +33,8 @@ class Reading:
       producers: the equation that computes each other variable.
       leaves: the distinct variables among the residuals.
       small_size: the most elements that a small activation among `leaves` has.
-      provenance: tells where a variable comes from.
+      provenance: tells where a variable comes from, inside the call.
+      prefix: the call's module path, with its label.
     """
 
     forward: Forward
@@ -44,10 +45,18 @@ class Reading:
     leaves: tuple[Var, ...]
     small_size: int
     provenance: Provenance
+    prefix: str
 
     def is_activation(self, v: Var) -> bool:
         """Whether `v` is made from more than parameters."""
         return bool(fact_of(self.facts, v) & ACTIVATION)
+
+    def decide(self, residual: Residual, *, statistic: bool = False) -> Decision:
+        """The policy's decision about a residual."""
+        decision = self.policy.decide(
+            residual.at(self.prefix), small_size=self.small_size, statistic=statistic
+        )
+        return dataclasses.replace(decision, residual=residual)
 
     def is_stored_inside(self, v: Var) -> bool:
         """Whether a compressed call inside this one already stored `v`."""
@@ -60,7 +69,7 @@ def read_forward(forward: Forward, flat: Flat, policy: Policy, prefix: str) -> R
     facts = flow(jaxpr, [0, *input_facts(flat)], learn)
     leaves = tuple(dict.fromkeys(variables_in(forward.residuals)))
     sizes = [v.aval.size for v in leaves if fact_of(facts, v) & ACTIVATION]
-    provenance = Provenance(jaxpr, ["seed", *flat.paths], prefix)
+    provenance = Provenance(jaxpr, ["seed", *flat.paths])
     return Reading(
         forward,
         policy,
@@ -70,6 +79,7 @@ def read_forward(forward: Forward, flat: Flat, policy: Policy, prefix: str) -> R
         leaves,
         small_size(sizes),
         provenance,
+        prefix,
     )
 
 

@@ -6,6 +6,7 @@ computes the residuals from those.
 
 import dataclasses
 import functools
+from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -131,6 +132,17 @@ class StoragePlan:
     def used_rules(self) -> tuple[int, ...]:
         """Indices: the policy's rules that matched a residual."""
         return tuple(sorted({d.rule for d in self.all_decisions if d.rule is not None}))
+
+    @property
+    def contents(self) -> Hashable:
+        """Equal for plans for one forward program that are the same."""
+        replay = tuple((id(step.eqn), step.side) for step in self.replay)
+        normalized = tuple(
+            (v, norm.mean, norm.deviation, norm.inverse)
+            for v, norm in self.normalized.items()
+        )
+        decisions = tuple(self.decisions.items())
+        return decisions, self.kept, replay, self.all_decisions, normalized
 
     @functools.cached_property
     def program(self) -> ClosedJaxpr:

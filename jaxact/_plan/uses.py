@@ -40,7 +40,7 @@ _LINEAR = (
         "add sub neg add_any select_n reduce_sum cumsum reduce_window_sum real imag "
         "conj complex fft dynamic_update_slice scatter scatter-add scatter_add psum "
         "psum_invariant all_gather all_to_all ppermute reduce_scatter pbroadcast tile "
-        "jaxact_pick jaxact_residual".split()
+        "jaxact_pick jaxact_residual jaxact_rounded".split()
     )
     | MOVES
     | PLACEMENTS

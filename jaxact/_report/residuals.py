@@ -158,11 +158,10 @@ def _kept(residual: Residual) -> Decision:
 
 
 def _marked_row(eqn: Eqn, copies: int, kept: _Bytes) -> ResidualRow:
-    aval = eqn.outvars[0].aval
-    shape = (copies, *aval.shape) if copies > 1 else tuple(aval.shape)
-    exact_bytes = copies * aval.size * aval.dtype.itemsize
-    policy = eqn.params["policy"]
-    return _row(eqn.params["decision"], policy, shape, exact_bytes, kept)
+    decision, one = eqn.params["decision"], eqn.params["shape"]
+    shape = (copies, *one) if copies > 1 else one
+    exact_bytes = math.prod(shape) * decision.residual.dtype.itemsize
+    return _row(decision, eqn.params["policy"], shape, exact_bytes, kept)
 
 
 def _row(

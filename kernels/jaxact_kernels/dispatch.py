@@ -51,7 +51,9 @@ def _bind(
     implementation: str | None,
     vmaps: Vmaps,
 ) -> Any:
-    traced, out = jax.make_jaxpr(definition, return_shape=True)(*operands)
+    # One jitted function: lowering then evaluates one equation and traces no more.
+    called = jax.jit(definition)
+    traced, out = jax.make_jaxpr(called, return_shape=True)(*operands)
     results = operation_p.bind(
         *jax.tree.leaves(operands),
         definition=traced,

@@ -83,7 +83,7 @@ def _apply(eqn: Any, inputs: list[Any], after: After) -> list[Any]:
     if name == "cond" and np.ndim(inputs[0]) == 0:
         branch = params["branches"][int(inputs[0])]
         return evaluate(branch, inputs[1:], after)
-    if name in ("optimization_barrier",):
+    if name in ("optimization_barrier", "jaxact_residual"):  # marks stored arrays
         return inputs
     rule = RULES.get(name)
     output = NotImplemented if rule is None else rule(eqn, *inputs)

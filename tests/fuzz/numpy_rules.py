@@ -212,7 +212,7 @@ RULES: dict[str, Rule] = {
     "copy_p": lambda eqn, x: x,
     "name": lambda eqn, x: x,
     "stop_gradient": lambda eqn, x: x,
-    "jaxact_residual": lambda eqn, x: x,  # marks a stored value
+    "jaxact_rounded": lambda eqn, x: x,  # marks a value to be rounded
     "reduce_sum": _sum,
     "reduce_max": _reduction(np.max),
     "reduce_min": _reduction(np.min),

@@ -1,0 +1,168 @@
+"""The forward and the backward pass of a planned call, each traced once.
+
+Calls that are stored alike, such as a network's equal layers, share both: inside
+another trace each is one jitted function, which is traced and lowered once however
+many calls there are. So nothing in a pass knows its call's path: seeds are arguments,
+and the marks on residuals are made outside. Evaluated at once, operation by operation,
+a pass is a plain function: a jitted one would round its results in another order.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+from jax import core
+from jax.custom_derivatives import SymbolicZero
+
+from jaxact._engine.backward import backward_pass
+from jaxact._engine.seeds import seeds_for
+from jaxact._engine.storage import Probe, Storage
+from jaxact._jaxpr.compat import barrier
+from jaxact._jaxpr.evaluate import evaluate, in_mesh_of
+from jaxact._jaxpr.opaque import hide
+from jaxact._jaxpr.primitives import FUSED
+from jaxact._jaxpr.read import is_float
+from jaxact._jaxpr.types import Array, Env, PyTree, Var
+from jaxact._plan.mark import will_be_rounded
+from jaxact._plan.storage import StoragePlan
+
+# Outputs; the stored form for each of `StoragePlan.decisions`; other kept values.
+_Forward: TypeAlias = tuple[list[jax.Array], list[PyTree], list[jax.Array]]
+# Gradients for the active inputs; cotangents for settings.
+_Backward: TypeAlias = tuple[list[jax.Array], Probe]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Passes:
+    """The passes of the calls that are stored as a plan says."""
+
+    plan: StoragePlan
+    storage: Storage
+
+    def forward(self, seed: Array, settings: Probe, inputs: Sequence[Array]) -> _Forward:
+        """Evaluate a call, and store its residuals.
+
+        Args:
+          seed: uint32 scalar, of the call, for the rounding noise.
+          settings: a measurement's, by the residual's key inside the call.
+          inputs: for the forward program.
+        """
+        plan, consts = self.plan, self.plan.forward.consts
+        run = self._jitted_forward if _is_traced(inputs) else self._forward
+        outputs, stored, computed = run(seed, settings, inputs, consts)
+        # An argument is kept as the array that it is: the pass would give a copy, and
+        # a scan would stack it.
+        known = _inputs(plan, inputs, consts)
+        known |= dict(zip(self._computed, computed, strict=True))
+        return outputs, stored, [known[v] for v in plan.kept]
+
+    def backward(
+        self,
+        keys: tuple[str, ...],
+        packed: Sequence[PyTree],
+        kept: Sequence[jax.Array],
+        cotangents: Sequence[jax.Array | SymbolicZero],
+    ) -> _Backward:
+        """Gradients; `keys` as in `settings`."""
+        if not _is_traced((packed, kept, cotangents)):
+            return self._backward(keys, (), packed, kept, cotangents)
+        outputs = self.plan.forward.jaxpr.outvars
+        zeros = tuple(c.aval if isinstance(c, SymbolicZero) else None for c in cotangents)
+        arrays = [
+            np.asarray(c, v.aval.dtype) if isinstance(c, int | float | complex) else c
+            for c, v in zip(cotangents, outputs, strict=False)
+            if not isinstance(c, SymbolicZero)
+        ]
+        return self._jitted_backward(keys, zeros, packed, kept, arrays)
+
+    @functools.cached_property
+    def _jitted_forward(self) -> Callable[..., _Forward]:
+        return jax.jit(self._forward)
+
+    @functools.cached_property
+    def _jitted_backward(self) -> Callable[..., _Backward]:
+        return jax.jit(self._backward, static_argnums=(0, 1))
+
+    @functools.cached_property
+    def _computed(self) -> list[Var]:
+        """The kept variables that the forward program computes."""
+        jaxpr = self.plan.forward.jaxpr
+        inputs = {*jaxpr.constvars, *jaxpr.invars}
+        return [v for v in self.plan.kept if v not in inputs]
+
+    def _forward(
+        self,
+        seed: Array,
+        settings: Probe,
+        inputs: Sequence[Array],
+        consts: Sequence[Array],
+    ) -> _Forward:
+        plan = self.plan
+        results = evaluate(plan.program, consts, inputs)
+        outputs = results[: plan.forward.num_outputs]
+        env = dict(zip(plan.saved, results[len(outputs) :], strict=True))
+        env |= _inputs(plan, inputs, consts)
+        seeds = seeds_for(seed, len(plan.decisions)) if plan.decisions else []
+        stored = {}
+        for v, own in zip(plan.decisions, seeds, strict=True):
+            with in_mesh_of(env[v]):
+                setting = settings.get(plan.decisions[v].residual.key)
+                stored[v] = self._store(v, env, own, setting)
+        packed = [stored[v] for v in plan.packed]
+        if packed:
+            outputs, packed = barrier((outputs, packed))
+        # Behind the barrier: XLA's host offloading does not look through one.
+        for v, arrays in zip(plan.packed, packed, strict=True):
+            stored[v] = plan.decisions[v].codec.keep(arrays)
+        return outputs, list(stored.values()), [env[v] for v in self._computed]
+
+    def _store(
+        self, v: Var, env: Env, seed: jax.Array, setting: jax.Array | None
+    ) -> PyTree:
+        """One residual, encoded."""
+        plan, decision = self.plan, self.plan.decisions[v]
+        x = will_be_rounded(env[v], decision)
+        if v in plan.normalized:
+            x = plan.normalized[v].apply(x, env)
+        is_fused = v in plan.normalized or decision.residual.primitive in FUSED
+
+        def encode(x: jax.Array, seed: jax.Array) -> PyTree:
+            return self.storage.encode(decision, x, seed, setting, is_fused=is_fused)
+
+        if decision.codec.is_differentiable and is_float(v):
+            return encode(x, seed)
+        # Traced here, so that the way from a call to its codec is straight.
+        closed, out = jax.make_jaxpr(encode, return_shape=True)(x, seed)
+        return hide(closed, jax.tree.structure(out), x, seed)
+
+    def _backward(
+        self,
+        keys: tuple[str, ...],
+        zeros: Sequence[Any],
+        packed: Sequence[PyTree],
+        kept: Sequence[jax.Array],
+        cotangents: Sequence[Any],
+    ) -> _Backward:
+        """`zeros`: types of the cotangents that are zero, None for the other ones."""
+        arrays = iter(cotangents)
+        if zeros:
+            cotangents = [
+                next(arrays) if aval is None else SymbolicZero(aval) for aval in zeros
+            ]
+        return backward_pass(self.plan, self.storage, keys, packed, kept, cotangents)
+
+
+def _inputs(
+    plan: StoragePlan, inputs: Sequence[Array], consts: Sequence[Array]
+) -> Env:
+    """The forward program's inputs and constants by variable."""
+    jaxpr = plan.forward.jaxpr
+    env: Env = dict(zip(jaxpr.constvars, consts, strict=True))
+    return env | dict(zip(jaxpr.invars, inputs, strict=True))
+
+
+def _is_traced(values: PyTree) -> bool:
+    return any(isinstance(x, core.Tracer) for x in jax.tree.leaves(values))
