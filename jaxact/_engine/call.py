@@ -37,7 +37,6 @@ from jaxact._jaxpr.compat import VJP_OPTIONS, barrier, reduced_like
 from jaxact._jaxpr.evaluate import evaluate, in_mesh_of
 from jaxact._jaxpr.labels import Label, current_path, with_labels
 from jaxact._jaxpr.opaque import hide
-from jaxact._jaxpr.primitives import FUSED
 from jaxact._jaxpr.read import is_float
 from jaxact._jaxpr.types import Array, Env, PyTree, Var
 from jaxact._plan.mark import CompressedCall, mark, mark_call
@@ -341,7 +340,7 @@ def _store(
         x = plan.normalized[v].apply(x, env)
     seed = jnp.asarray(draw.seed, jnp.uint32) ^ np.uint32(zlib.crc32(salt.encode()))
     setting = draw.probe.get(decision.residual.key)
-    is_fused = v in plan.normalized or decision.residual.primitive in FUSED
+    is_fused = v in plan.fused
 
     def encode(x: jax.Array, seed: jax.Array) -> PyTree:
         return storage.encode(decision, x, seed, setting, is_fused=is_fused)
