@@ -24,8 +24,8 @@ class Override:
 
     Attributes:
       policy: in place of the calls' own.
-      observer: hears the decisions of the calls that are differentiated. Contexts with two
-        observers share no traces.
+      observer: hears the decisions of the calls that are differentiated. Contexts with
+        two observers share no traces.
     """
 
     def __init__(self, policy: Policy, observer: Observer | None = None) -> None:
