@@ -13,9 +13,8 @@ from jaxact._memory.targets import TARGETS
 from jaxact._time.hlo import parse
 from jaxact._time.roofline import timed_kernels
 from support.gpu_target import needs_target
-from support.newest import newest
 
-pytestmark = [pytest.mark.unoptimized, newest]
+pytestmark = pytest.mark.unoptimized
 
 # Two layers' outputs are stacked in a loop of 24; around it one kernel of each kind.
 HLO = """\
