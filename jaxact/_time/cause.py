@@ -32,8 +32,13 @@ def cause_of(kernel: Instruction, body: Computation, has_products: bool) -> str:
     """
     if has_products:
         return PRODUCTS
-    large = [made for made in body.values() or [kernel] if made.elements > 1]
-    if all(made.opcode in MOVES for made in large):  # others compute where to
+    # Single elements are computed to say which ones to copy.
+    working = [
+        made
+        for made in body.values() or [kernel]
+        if made.elements > 1 or made.opcode == "reduce"
+    ]
+    if all(made.opcode in MOVES for made in working):
         return COPIES
     name = _source(body).op_name if body else kernel.op_name
     scope = _SCOPE.search(name or kernel.op_name)

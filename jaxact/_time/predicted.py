@@ -9,6 +9,7 @@ import jax
 from jax.stages import Compiled
 
 from jaxact._memory.compiling import compile_step
+from jaxact._memory.memory import Memory, measure
 from jaxact._memory.targets import TARGETS, Gpu, gpu_of
 from jaxact._saved import Saved
 from jaxact._tabular import Column, Tabular, bytes_text
@@ -49,12 +50,12 @@ class PredictedTime(Tabular):
 
     Attributes:
       rows: kernels in the order that they are scheduled in, a loop's once.
-      device: the GPU's name.
+      memory: of the same program, as `jaxact.memory` gives it.
     """
 
     derived = ("seconds", "kernels", "bytes", "flops", "bound")
     rows: tuple[Kernel, ...]
-    device: str
+    memory: Memory
 
     @property
     def seconds(self) -> float:
@@ -105,7 +106,7 @@ class PredictedTime(Tabular):
     def summary(self) -> str:
         """The totals, and what they are."""
         return (
-            f"{_milliseconds(self.seconds)} at least on {self.device}, most of it "
+            f"{_milliseconds(self.seconds)} at least on {self.memory.device}, mostly "
             f"{self.bound}: {self.kernels} kernels, {bytes_text(self.bytes)} moved, "
             f"{_teraflops(self.flops)} TFLOP\na bound from the compiled program, no "
             "measurement"
@@ -191,6 +192,8 @@ def predicted_time(
     and autotuning on a device chooses other ones; nothing is found in a cache. So
     compare two steps by it: errors that both have cancel in the ratio.
 
+    Of a kernel in another language, such as one by Pallas or cuDNN, the bytes are known
+    and the arithmetic is not: it counts by its bytes alone.
     Loops count as often as the compiler knows that they run, else once; of a `cond` the
     slowest branch. Matrix products count as if a good library ran them.
 
@@ -217,7 +220,8 @@ def predicted_time(
 
 def predict(compiled: Compiled, gpu: Gpu) -> PredictedTime:
     """The same for a step that is compiled already, for that GPU."""
-    return PredictedTime(timed_kernels(parse(compiled.as_text() or ""), gpu), gpu.name)
+    rows = timed_kernels(parse(compiled.as_text() or ""), gpu)
+    return PredictedTime(rows, measure(compiled))
 
 
 def _gpu(target: str | None) -> Gpu:

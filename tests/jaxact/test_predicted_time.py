@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxact
-from jaxact import PredictedTime, predicted_time
+from jaxact import Memory, PredictedTime, predicted_time
 from jaxact._memory.compiling import compile_step
 from jaxact._memory.targets import TARGETS
 from jaxact._time.hlo import parse
@@ -118,7 +118,8 @@ LAUNCH = 2e-6
 
 def of(text, target="h100"):
     gpu = TARGETS[target]
-    return PredictedTime(timed_kernels(parse(text), gpu), gpu.name)
+    memory = Memory(0, 0, 0, 0, gpu.name)
+    return PredictedTime(timed_kernels(parse(text), gpu), memory)
 
 
 @pytest.fixture(scope="module")
