@@ -214,7 +214,9 @@ def predicted_time(
       small = jaxact.predicted_time(step, state, batch, target="h100")
       small.seconds / jaxact.predicted_time(plain, state, batch, target="h100").seconds
     """
-    gpu = _gpu(target)
+    gpu = gpu_for(target)
+    if gpu is None:
+        raise ValueError(_unknown())
     return predict(compile_step(step, args, kwargs, target), gpu)
 
 
@@ -224,15 +226,18 @@ def predict(compiled: Compiled, gpu: Gpu) -> PredictedTime:
     return PredictedTime(rows, measure(compiled))
 
 
-def _gpu(target: str | None) -> Gpu:
+def gpu_for(target: str | None) -> Gpu | None:
+    """The GPU that a target names; for None the local one, if its rates are known."""
     if target is not None:
         return gpu_of(target)
     kind = jax.local_devices()[0].device_kind
-    for gpu in TARGETS.values():
-        if gpu.name == kind:
-            return gpu
-    raise ValueError(
+    return next((gpu for gpu in TARGETS.values() if gpu.name == kind), None)
+
+
+def _unknown() -> str:
+    kind = jax.local_devices()[0].device_kind
+    return (
         f"jaxact.predicted_time: the local backend is {kind}, whose peak rates are not "
-        f"known. Name a GPU, which need not be there: predicted_time(..., "
+        "known. Name a GPU, which need not be there: predicted_time(..., "
         f"target='h100'), or one of {', '.join(sorted(TARGETS))}."
     )
