@@ -54,7 +54,13 @@ from jaxact._report import (
     residuals as residuals,
 )
 from jaxact._residual import Residual as Residual
-from jaxact._time import count_flops as count_flops
+from jaxact._time import (
+    CauseTime as CauseTime,
+    Kernel as Kernel,
+    PredictedTime as PredictedTime,
+    count_flops as count_flops,
+    predicted_time as predicted_time,
+)
 from jaxact._using import using as using
 
 __version__ = "0.1.0"

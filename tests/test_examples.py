@@ -150,6 +150,24 @@ def test_models_have_their_published_sizes():
     assert count(jax.eval_shape(init, jax.random.key(0), image)["params"]) == 25_557_032
 
 
+def test_a_head_computes_its_gradient_in_the_dtype_of_its_input():
+    from examples.models.gpt import logits
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = (2, 5, 32), (11, 32), (2, 5, 11)
+    x, head, cotangent = map(jax.random.normal, keys, shapes)
+    plain = lambda x, head: x @ head.T
+    (y, vjp), (wanted, plain_vjp) = jax.vjp(logits, x, head), jax.vjp(plain, x, head)
+    # The same products in float32, summed in another order.
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+    jax.tree.map(close, (y, vjp(cotangent)), (wanted, plain_vjp(cotangent)))
+    x, head = x.astype(jnp.bfloat16), head.astype(jnp.bfloat16)
+    y, vjp = jax.vjp(logits, x, head)
+    assert y.dtype == jnp.float32
+    products = re.findall(r"(\w+)\[[\d,]*\] = dot_general", str(jax.make_jaxpr(vjp)(y)))
+    assert products == ["bf16", "bf16"]
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "recompute_attention", [pytest.param(False, marks=pytest.mark.slow), True]

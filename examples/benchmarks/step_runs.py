@@ -23,6 +23,7 @@ import jaxact
 Record = dict[str, Any]
 NUMBERS = (
     *("flops", "temp_bytes", "target_bytes", "peak_bytes"),
+    *("predicted_seconds", "predicted_kernels", "predicted_bytes", "by_cause"),
     *("ratio", "quartiles", "items_per_second", "loss"),
 )
 
@@ -33,7 +34,7 @@ class Effort:
 
     Attributes:
       steps: that are trained; the first one is not timed. 0: compile, but run nothing.
-      target: a GPU whose compiler is asked for memory; None: none.
+      target: a GPU whose compiler is asked for memory and time; None: none.
       here: whether to compile for this machine.
     """
 
@@ -118,6 +119,8 @@ def measure(network: str, way: str, effort: Effort) -> Record:
       flops: of a step's matrix products and convolutions.
       temp_bytes, target_bytes: allocated by the step compiled for this machine, and
         for the target, besides its arguments and results.
+      predicted_seconds, predicted_kernels, predicted_bytes, by_cause: as
+        `jaxact.predicted_time` has them for the target.
       peak_bytes: the most that the device had allocated, arguments included. It counts
         over the life of a process, so this must be the first row that one measures.
         None: the device does not count.
@@ -157,8 +160,16 @@ def compile_here(subject: Trainer) -> Record:
 
 
 def compile_for(target: str | None, subject: Trainer) -> Record:
-    memory = jaxact.memory(subject.step, *subject.shapes, target=target)
-    return {"target_bytes": memory.temp_bytes}
+    found = jaxact.predicted_time(subject.step, *subject.shapes, target=target)
+    numbers = "kernels", "bytes", "seconds"
+    return {
+        "target_bytes": found.memory.temp_bytes,
+        **{f"predicted_{name}": getattr(found, name) for name in numbers},
+        "by_cause": {
+            cause: {name: getattr(row, name) for name in numbers}
+            for cause, row in found.by_cause.items()
+        },
+    }
 
 
 class Run:

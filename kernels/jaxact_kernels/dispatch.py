@@ -66,9 +66,10 @@ def _bind(
 
 
 def _evaluate(
-    *arrays: jax.Array, definition: compat.Program, **_: object
+    *arrays: jax.Array, definition: compat.Program, operation: Operation, **_: object
 ) -> list[jax.Array]:
-    return jex.jaxpr_as_fun(definition)(*arrays)
+    with jax.named_scope(operation.scope):
+        return jex.jaxpr_as_fun(definition)(*arrays)
 
 
 def _batch(
@@ -86,7 +87,7 @@ def _batch(
         for x, dim in zip(arrays, dims, strict=True)
     ]
     is_mapped = tuple(dim is not None for dim in dims)
-    evaluate = functools.partial(_evaluate, definition=definition)
+    evaluate = jex.jaxpr_as_fun(definition)
     mapped = over_vmapped_axes(evaluate, (is_mapped,))
     vmaps = (is_mapped, *vmaps)
     results = _bind(mapped, arrays, operation, implementation, vmaps)
@@ -127,14 +128,15 @@ def _lower_on_gpu(
     if choice.implementation == REFERENCE:
         in_rows = len(devices) <= 1 or compat.LAYOUTS_KEEP_SHARDINGS
         lower = _lower_in_rows if in_rows else _lower_definition
-        return lower(ctx, *values, definition=definition)
+        return lower(ctx, *values, definition=definition, operation=operation)
     assert device is not None  # or every kernel had declined
     # Imported here because Pallas takes a third of a second to import.
     from jaxact_kernels.partition import sharded_kernel, single_device_kernel
 
     make = sharded_kernel if len(devices) > 1 else single_device_kernel
     kernel = make(operation, choice.implementation, vmaps, device)
-    return mlir.lower_fun(kernel, multiple_results=True)(ctx, *values)
+    scoped = jax.named_scope(operation.scope)(kernel)
+    return mlir.lower_fun(scoped, multiple_results=True)(ctx, *values)
 
 
 def _in_rows(*arrays: jax.Array, **params: Any) -> list[jax.Array]:

@@ -30,6 +30,7 @@ def hash32(x: jax.Array) -> jax.Array:
     return _xor_shifted(x, 16)
 
 
+@jax.named_scope("metadata")
 def group_keys(seed: jax.Array, metadata: jax.Array) -> jax.Array:
     """One key a group.
 

@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from jaxact import count_flops
-from support.newest import newest
 
-pytestmark = [pytest.mark.unoptimized, newest]
+pytestmark = pytest.mark.unoptimized
 
 
 def count(f, *shapes):

@@ -224,6 +224,7 @@ def round_fixed_point(fixed: jax.Array, noise16: jax.Array | np.uint32) -> jax.A
     return lax.shift_right_logical(lax.add(fixed, noise16), np.uint32(16))
 
 
+@jax.named_scope("extremes")
 def extremes(groups: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
     """Each group's least and greatest finite element; NaN where there is a NaN."""
     big = largest(dtype)
