@@ -232,13 +232,13 @@ def _part(residual: Residual) -> str:
 
 
 def _unused(marks: _Marks) -> tuple[Rule, ...]:
-    used: dict[Policy, set[int]] = {}
+    used: dict[tuple[Rule, ...], set[int]] = {}
     for eqn, _ in marks.marked:
         policy, rules = eqn.params["policy"], eqn.params["used_rules"]
-        used.setdefault(policy, set()).update(rules)
+        used.setdefault(policy.rules, set()).update(rules)
     return tuple(
         rule
-        for policy, indices in used.items()
-        for index, rule in enumerate(policy.rules)
+        for several, indices in used.items()
+        for index, rule in enumerate(several)
         if index not in indices
     )
