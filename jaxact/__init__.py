@@ -55,6 +55,7 @@ from jaxact._report import (
     residuals as residuals,
 )
 from jaxact._residual import Residual as Residual
+from jaxact._time import count_flops as count_flops
 from jaxact._using import using as using
 
 __version__ = "0.1.0"

@@ -27,6 +27,7 @@ FLOORS = [
     "_bits",
     "_measure",
     "_memory",
+    "_time",
     "_report",
     "policies",
     "__init__",

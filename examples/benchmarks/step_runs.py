@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import optax
 from environment import environment
 from flax import struct
-from flops import flops
 from step_networks import NETWORKS, Network
 from step_ways import BASE, WAYS, Way
 
@@ -150,7 +149,7 @@ def measure(network: str, way: str, effort: Effort) -> Record:
 
 
 def count(subject: Trainer) -> Record:
-    return {"flops": flops(subject.step.trace(*subject.shapes).jaxpr)}
+    return {"flops": jaxact.count_flops(subject.step, *subject.shapes)}
 
 
 def compile_here(subject: Trainer) -> Record:
