@@ -29,6 +29,7 @@ from rich.table import Table
 
 import jaxact
 
+
 class State(struct.PyTreeNode):
     """The values that a training step changes."""
 
@@ -153,7 +154,7 @@ def draw(
 def report(
     console: Console, trainers: dict[str, Trainer], arguments: tuple, picture: Path
 ) -> None:
-    """The residuals of the compressed step, and both steps for a GPU if there is one."""
+    """The residuals of the compressed step, and both steps compiled for a GPU."""
     *_, small = trainers.values()
     state, images, labels = arguments
     loss = lambda params: small.loss(params, state.batch_stats, images, labels)

@@ -43,6 +43,7 @@ from jaxact._memory import (
     memory as memory,
 )
 from jaxact._policy import Policy as Policy, Rule as Rule
+from jaxact._recompute import Checkpoint as Checkpoint
 from jaxact._report import (
     ComparedStep as ComparedStep,
     Comparison as Comparison,

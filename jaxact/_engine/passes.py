@@ -158,9 +158,7 @@ class Passes:
         return backward_pass(self.plan, self.storage, keys, packed, kept, cotangents)
 
 
-def _inputs(
-    plan: StoragePlan, inputs: Sequence[Array], consts: Sequence[Array]
-) -> Env:
+def _inputs(plan: StoragePlan, inputs: Sequence[Array], consts: Sequence[Array]) -> Env:
     """The forward program's inputs and constants by variable."""
     jaxpr = plan.forward.jaxpr
     env: Env = dict(zip(jaxpr.constvars, consts, strict=True))

@@ -137,6 +137,7 @@ def _differentiable(
     if contains_scan(flat.jaxpr):
         run = push_into_scans(flat, compress_body)
     if policy.recompute is not None:
+        assert callable(policy.recompute), "of one call, see Policy.for_call"
         keep = SaveEither(policy.recompute, save_packed)
         run = jax.checkpoint(run, policy=keep)
     return lambda draw, *values: run(draw, *widen(values))

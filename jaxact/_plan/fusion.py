@@ -55,7 +55,7 @@ def _read_later(jaxpr: Jaxpr) -> frozenset[Var]:
 
 
 def _costly(jaxpr: Jaxpr) -> frozenset[Var]:
-    """Values that elementwise operations make, a costly one on each element among them."""
+    """Values that elementwise operations make, at least one of them costly."""
     found: set[Var] = set()
     for eqn in jaxpr.eqns:
         if not is_elementwise(eqn):

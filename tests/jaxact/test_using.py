@@ -9,7 +9,7 @@ import pytest
 
 import jaxact
 from jaxact import Exact, Policy, Quantize, Rule, using
-from support.newest import newest
+from support.variants import thorough
 
 W = jnp.ones((64, 64)) * 0.1
 X = jnp.linspace(-1.0, 1.0, 64 * 64).reshape(64, 64)
@@ -109,7 +109,7 @@ def test_the_rule_is_differentiated_outside():
     np.testing.assert_array_equal(jax.grad(f)(W), expected(TWO))
 
 
-@newest
+@thorough
 def test_in_scans_and_checkpoints():
     def gradient(layer):
         def loss(w):
