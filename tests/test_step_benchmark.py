@@ -147,3 +147,38 @@ def test_compiling_alone_runs_nothing(command, load, monkeypatch):
     (row,), table = command("--model", "text", "--compile-only", "--ways", OURS)
     assert row["temp_bytes"] > 0 and row["loss"] is None and row["why"] == {}
     assert f"| {OURS} | {row['temp_bytes'] / 2**20:.0f} MiB |" in table
+
+
+def test_predicted_times_are_shown_and_drawn(load, tmp_path):
+    report, runs = load("step_report"), load("step_runs")
+    about = {"network": "net", "about": "a net", "unit": "images", "target": "h100"}
+    about |= {"device": "cpu", "python": "3", "jax": "1", "flax": "1", "jaxact": "1"}
+    about |= {"date": "2026-01-01T00:00", "command": "step.py", "why": {}}
+    part = lambda count: {"kernels": count, "bytes": count * 1e9, "seconds": 1e-3}
+
+    def row(way, seconds, flops):
+        numbers = {
+            "predicted_seconds": seconds,
+            "predicted_kernels": 1234,
+            "flops": flops,
+        }
+        numbers |= {"predicted_bytes": 5e10, "target_bytes": 2**30 * seconds}
+        causes = {"encode": part(3.0), "other": part(47.0)}
+        empty = dict.fromkeys(runs.NUMBERS)
+        return about | empty | numbers | {"way": way, "by_cause": causes}
+
+    rows = [row("uncompressed", 0.020, 1e12), row("checkpoint", 0.025, 1.33e12)]
+    lines = report.markdown(rows).splitlines()
+    assert (
+        "| uncompressed | 20 MiB (1.0x) | 1.00 (20.0 ms) | 1234 | 50.0 | 1 |" in lines
+    )
+    again = (
+        "| checkpoint | 26 MiB (0.8x) | 1.25 (25.0 ms) | 1234 | 50.0 | 1.33 (+33%) |"
+    )
+    assert again in lines
+    assert "|  | encode | other |" in lines and "| checkpoint | 3.0 | 47.0 |" in lines
+    assert [table.row_count for table in report.tables(rows)] == [2, 2]
+    pytest.importorskip("matplotlib")
+    assert [round(point.time, 9) for point in report.points_of(rows)] == [1.0, 1.25]
+    report.plot(rows, tmp_path / "net.png")
+    assert (tmp_path / "net.png").stat().st_size > 1000

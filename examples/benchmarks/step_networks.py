@@ -191,4 +191,7 @@ SMALL: dict[str, Network] = {
         batch=32,
     ),
 }
-NETWORKS = FULL | SMALL
+TINY: dict[str, Network] = {
+    "tiny": decoder("tiny GPT", layers=2, width=32, heads=2, length=32, vocabulary=256),
+}
+NETWORKS = FULL | SMALL | TINY

@@ -71,7 +71,7 @@ def columns(rows: Sequence[Record]) -> dict[str, Cell]:
         "target_bytes": (f"temp, {target}", memory("target_bytes")),
         "peak_bytes": ("peak", memory("peak_bytes")),
         "predicted_seconds": (f"predicted time, {target}", predicted),
-        "predicted_kernels": ("kernels", number("predicted_kernels", "d")),
+        "predicted_kernels": ("kernels", number("predicted_kernels", ".0f")),
         "predicted_bytes": ("GB", number("predicted_bytes", ".1f", 1e9)),
         "loss": ("loss", number("loss", ".3f")),
         "flops": ("TFLOP", flops),

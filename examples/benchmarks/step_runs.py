@@ -24,7 +24,8 @@ Record = dict[str, Any]
 NUMBERS = (
     *("flops", "temp_bytes", "target_bytes", "peak_bytes"),
     *("predicted_seconds", "predicted_kernels", "predicted_bytes", "by_cause"),
-    *("ratio", "quartiles", "items_per_second", "loss"),
+    *("ratio", "quartiles", "seconds", "items_per_second", "loss"),
+    "compiled_peak_bytes",
 )
 
 
@@ -121,10 +122,13 @@ def measure(network: str, way: str, effort: Effort) -> Record:
         for the target, besides its arguments and results.
       predicted_seconds, predicted_kernels, predicted_bytes, by_cause: as
         `jaxact.predicted_time` has them for the target.
-      peak_bytes: the most that the device had allocated, arguments included. It counts
+      compiled_peak_bytes: the most that the step compiled for this machine allocates,
+        arguments included.
+      peak_bytes: the most that the device had allocated. It counts
         over the life of a process, so this must be the first row that one measures.
         None: the device does not count.
       ratio, quartiles: of times, over those of the uncompressed step.
+      seconds: the median time.
       items_per_second: at the median time.
       loss: of the last step.
     """
@@ -156,14 +160,24 @@ def count(subject: Trainer) -> Record:
 
 
 def compile_here(subject: Trainer) -> Record:
-    return {"temp_bytes": subject.compiled.memory_analysis().temp_size_in_bytes}
+    """Of memory, and on a GPU of time: the compiler's own cache has the step then."""
+    memory = subject.compiled.memory_analysis()
+    peak = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    peak += memory.temp_size_in_bytes - memory.alias_size_in_bytes
+    found = {"temp_bytes": memory.temp_size_in_bytes, "compiled_peak_bytes": peak}
+    if jax.default_backend() == "gpu":
+        found |= prediction(jaxact.predicted_time(subject.step, *subject.shapes))
+    return found
 
 
 def compile_for(target: str | None, subject: Trainer) -> Record:
     found = jaxact.predicted_time(subject.step, *subject.shapes, target=target)
+    return {"target_bytes": found.memory.temp_bytes} | prediction(found)
+
+
+def prediction(found: jaxact.PredictedTime) -> Record:
     numbers = "kernels", "bytes", "seconds"
     return {
-        "target_bytes": found.memory.temp_bytes,
         **{f"predicted_{name}": getattr(found, name) for name in numbers},
         "by_cause": {
             cause: {name: getattr(row, name) for name in numbers}
@@ -200,6 +214,7 @@ def race(subject: Trainer, rival: Trainer, steps: int) -> Record:
     return {
         "ratio": middle,
         "quartiles": [low, high],
+        "seconds": seconds,
         "items_per_second": subject.network.items / seconds,
         "loss": float(ours.loss),
     }
