@@ -15,8 +15,8 @@ import jax
 from jaxact._plan.storage import StoragePlan
 from jaxact._policy import Policy
 
-# Hears the plans of a call.
-Observer: TypeAlias = Callable[[Sequence[StoragePlan]], None]
+# Hears the path of a call, with labels, and its plans.
+Observer: TypeAlias = Callable[[str, Sequence[StoragePlan]], None]
 
 
 class Override:

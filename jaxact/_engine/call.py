@@ -85,7 +85,8 @@ def call_compressed(
     site = Site(title, line.filename, line.number)
     number = number_in_trace(join_paths(above, path), site)
     prefix = join_paths(above, Label("call", number.at_path).component)
-    report = functools.partial(_report, policy, title, override)
+    own_path = join_paths(prefix, path)
+    report = functools.partial(_report, policy, title, override, own_path)
     values = [jnp.asarray(v) if isinstance(v, np.ndarray) else v for v in values]
     engine = Engine(policy, prefix, title, report, path=path)
     seed = salted(seed, "call", number.total)
@@ -96,11 +97,12 @@ def _report(
     policy: Policy,
     title: str,
     override: Override | None,
+    path: str,
     plans: Sequence[StoragePlan],
 ) -> None:
     notice(policy, title, plans)
     if override is not None and override.observer is not None:
-        override.observer(plans)
+        override.observer(path, plans)
 
 
 def seed_from(key: jax.Array | None) -> Array:
