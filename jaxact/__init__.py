@@ -11,6 +11,13 @@ from jaxact._bits import (
     allocate as allocate,
     reallocate as reallocate,
 )
+from jaxact._budget import (
+    FrontierPoint as FrontierPoint,
+    Plan as Plan,
+    PlannedRow as PlannedRow,
+    Trial as Trial,
+    plan as plan,
+)
 from jaxact._codec import (
     Action as Action,
     Adaptive as Adaptive,

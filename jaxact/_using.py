@@ -13,10 +13,11 @@ from typing import TypeAlias
 import jax
 
 from jaxact._decision import Decision
+from jaxact._jaxpr.types import Jaxpr
 from jaxact._policy import Policy
 
-# Hears the decisions about a call's residuals.
-Observer: TypeAlias = Callable[[Sequence[Decision]], None]
+# Hears a call's path, with labels, its program, and the decisions about its residuals.
+Observer: TypeAlias = Callable[[str, Jaxpr, Sequence[Decision]], None]
 
 
 class Override:

@@ -33,6 +33,7 @@ FLOORS = [
     "_memory",
     "_time",
     "_report",
+    "_budget",
     "policies",
     "__init__",
 ]

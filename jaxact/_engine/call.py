@@ -38,7 +38,7 @@ from jaxact._engine.storage import Draw, Packed, Storage
 from jaxact._engine.warnings import notice, planning, warn_about_rules
 from jaxact._jaxpr.compat import VJP_OPTIONS, reduced_like
 from jaxact._jaxpr.labels import Label, current_path
-from jaxact._jaxpr.types import Array, PyTree
+from jaxact._jaxpr.types import Array, Jaxpr, PyTree
 from jaxact._plan.mark import CompressedCall, mark, mark_call
 from jaxact._plan.storage import StoragePlan
 from jaxact._policy import Policy
@@ -84,8 +84,10 @@ def call_compressed(
     inside = flat.inside(path) if path else None
     flat, scope = (flat, "") if inside is None else (inside, path)
     flat = flat.first_alike.labelled
-    prefix = join_paths(above, Label("call", number.at_path).component, scope)
-    report = functools.partial(_report, policy, title, override)
+    label = Label("call", number.at_path).component
+    prefix = join_paths(above, label, scope)
+    whole = join_paths(above, label, path)
+    report = functools.partial(_report, policy, title, override, whole, flat.jaxpr)
     values = [jnp.asarray(v) if isinstance(v, np.ndarray) else v for v in values]
     engine = Engine(policy, prefix, title, report, path="" if scope else path)
     seed = salted(seed, "call", number.total)
@@ -98,11 +100,13 @@ def _report(
     policy: Policy,
     title: str,
     override: Override | None,
+    path: str,
+    program: Jaxpr,
     decisions: Sequence[Decision],
 ) -> None:
     notice(policy, title, decisions)
     if override is not None and override.observer is not None:
-        override.observer(decisions)
+        override.observer(path, program, decisions)
 
 
 def seed_from(key: jax.Array | None) -> Array:

@@ -87,7 +87,12 @@ def notice(policy: Policy, name: str, decisions: Sequence[Decision]) -> None:
             watch.used.update(d.rule for d in decisions)
             watch.residuals.extend(d.residual for d in decisions)
     wanted = policy.rules or not isinstance(policy.default, Exact)
-    reasons = sorted({d.why for d in decisions if _is_unexpected(d)})
+    # Where rules keep the large residuals, only small ones are left.
+    is_asked = any(d.rule is not None and not d.declined for d in decisions)
+    expected = (Reason.SMALL, Reason.STATISTIC) if is_asked else ()
+    reasons = sorted(
+        {d.why for d in decisions if _is_unexpected(d) and d.reason not in expected}
+    )
     if wanted and reasons and not any(map(_is_smaller, decisions)):
         _warn(
             line,

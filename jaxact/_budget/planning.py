@@ -1,0 +1,224 @@
+"""`plan`: the front of the search for a policy."""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxact._bits.cost import Sensitivity
+from jaxact._budget import candidates
+from jaxact._budget.plan import FrontierPoint, Plan, Trial, budgeted
+from jaxact._budget.problem import Problem
+from jaxact._budget.read import Step, read_problem
+from jaxact._budget.search import MOST_COMPILES, Search
+from jaxact._budget.size import parsed
+from jaxact._budget.solve import solve
+from jaxact._codec import Action
+from jaxact._memory import memory
+from jaxact._memory.targets import gpu_of
+from jaxact._policy import Policy
+from jaxact._tabular import bytes_text
+
+# The rates by which times are estimated where the step is for the local backend.
+_NOMINAL = "h100"
+# Predicted points on a frontier.
+_POINTS = 8
+
+
+def plan(
+    step: Callable[..., Any],
+    *args: Any,
+    budget: str | int | float,
+    target: str | None = None,
+    of: Literal["temp", "device"] = "temp",
+    policy: Policy | None = None,
+    actions: Sequence[Action] = candidates.EVERY,
+    slowdown: float = math.inf,
+    noise: float = math.inf,
+    measured: Sensitivity | None = None,
+    earlier: Plan | None = None,
+    **kwargs: Any,
+) -> Plan:
+    """Find the policy that costs least among those that fit a memory budget.
+
+    Each residual of the step's compressed calls is kept exactly or in one of the
+    formats, or computed again: what elementwise operations make of others, or a whole
+    call from its packed inputs. An integer program chooses; the step is compiled with
+    its choice, which tells what the compiler adds to the stored bytes, and it chooses
+    again, at most 4 times. The compiled step is never above the budget.
+
+    The cost is the added time, as a part of the step's, plus the variance added to the
+    gradient, as a part of its square. Nothing runs.
+
+    Args:
+      step: a training step, or the gradient of a loss, with compressed calls inside;
+        jitted or not.
+      *args: its arguments, as for `memory`.
+      budget: '12GB', '12GiB' or bytes; or a float below 1, a part of what the step
+        takes uncompressed, for which it is compiled once more.
+      target: the GPU to compile for; None: the local backend.
+      of: 'temp', the memory for temporaries; 'device', for arguments and results too.
+      policy: its rules stand before the plan's. None: `Policy()`. The policies that the
+        calls have do not count.
+      actions: to choose from, besides `Exact()`. A float64 array, say, only takes those
+        that can store it.
+      slowdown: bound on the added time, such as 0.1 for 10 % more.
+      noise: bound on the added variance.
+      measured: of the same loss; without it, noise is assumed.
+      earlier: a plan for the same step and target, whose compiled steps count here too.
+        With it a larger budget never costs more.
+      **kwargs: keyword arguments of the step.
+
+    Returns:
+      A `Plan`. If it is interrupted (Ctrl-C) after a compiled step was in the budget,
+      the cheapest such.
+
+    Raises:
+      TypeError, ValueError: a wrong argument; no compressed call in the step; a budget
+        that no policy was found for, with the smallest compiled step.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxact
+      >>> layer = jaxact.compress(lambda w, x: jnp.tanh(x @ w), activations=1)
+      >>> def loss(ws, x):
+      ...     return jax.lax.scan(lambda x, w: (layer(w, x), None), x, ws)[0].sum()
+      >>> ws, x = jnp.ones((24, 64, 64)), jnp.ones((1024, 64))
+      >>> plan = jaxact.plan(jax.grad(loss), ws, x, budget=0.5)
+      >>> 0.9 < plan.bytes / plan.budget <= 1
+      True
+      >>> with jaxact.using(plan.policy):
+      ...     gradient = jax.grad(loss)(ws, x)
+    """
+    size = parsed(budget, "jaxact.plan")
+    _check(of, slowdown, noise, policy, actions)
+    gpu = gpu_of(_NOMINAL if target is None else target)
+    base = Policy() if policy is None else policy
+    problem = read_problem(Step(step, args, kwargs), base, actions, gpu, measured)
+    compiled = functools.partial(memory, step, *args, target=target, **kwargs)
+    known = () if earlier is None else earlier.trail
+    search = Search(problem, base, compiled, of, slowdown, noise, known)
+    limit = size.number
+    try:
+        if limit is None:
+            limit = size.of(budgeted(search.uncompressed().memory, of))
+        search.run(limit)
+    except KeyboardInterrupt:
+        if limit is None or search.best(limit) is None:
+            raise
+    best = search.best(limit)
+    if best is None:
+        raise ValueError(_infeasible(search, limit, budget))
+    return _plan_of(search, best, limit)
+
+
+def _plan_of(search: Search, best: Trial, limit: int) -> Plan:
+    taken = budgeted(best.memory, search.of)
+    return Plan(
+        policy=best.policy,
+        budget=limit,
+        of=search.of,
+        memory=best.memory,
+        predicted=best.predicted_bytes or taken,
+        time=best.time,
+        noise=best.noise,
+        is_noise_measured=search.problem.is_measured,
+        rows=best.rows,
+        trail=tuple(dict.fromkeys((*search.known, *search.trials))),
+        frontier=_frontier(search),
+    )
+
+
+def _frontier(search: Search) -> tuple[FrontierPoint, ...]:
+    """Compiled steps, and solutions for sizes between the least and all."""
+    points = [
+        FrontierPoint(budgeted(t.memory, search.of), t.time, t.noise, True)
+        for t in dict.fromkeys((*search.known, *search.trials))
+    ]
+    least = solve(search.problem, math.inf, is_smallest=True)
+    whole = search.problem.exact_bytes
+    if least is None or not 0 < least.stored_bytes < whole:
+        return tuple(points)
+    for room in np.geomspace(1.02 * least.stored_bytes, whole, _POINTS):
+        found = solve(search.problem, float(room))
+        if found is not None:
+            size = round(found.stored_bytes + search.rest(found.stored_bytes))
+            points.append(FrontierPoint(size, found.time, found.noise, False))
+    return tuple(points)
+
+
+def _check(
+    of: str,
+    slowdown: float,
+    noise: float,
+    policy: Policy | None,
+    actions: Sequence[Action],
+) -> None:
+    if of not in ("temp", "device"):
+        raise ValueError(
+            f"jaxact.plan(of={of!r}): 'temp' or 'device' is required: temporaries, or "
+            "all that the step takes of the device."
+        )
+    for name, bound in (("slowdown", slowdown), ("noise", noise)):
+        if not bound >= 0:
+            raise ValueError(
+                f"jaxact.plan({name}={bound!r}): a bound of at least 0 is required, "
+                f"such as {name}=0.1 for a tenth."
+            )
+    if policy is not None and not isinstance(policy, Policy):
+        raise TypeError(f"jaxact.plan(policy={policy!r}): a jaxact.Policy is required.")
+    if policy is not None and policy.recompute is not None:
+        raise ValueError(
+            f"jaxact.plan(policy=Policy(recompute={policy.recompute!r})): the plan "
+            "chooses what is computed again. Give a policy with recompute=None."
+        )
+    wrong = [a for a in actions if not isinstance(a, Action)]
+    if wrong or not actions:
+        raise TypeError(
+            f"jaxact.plan(actions={actions!r}): a sequence of actions is required, "
+            "such as [jaxact.Quantize(4), jaxact.Quantize(2)]."
+        )
+
+
+def _infeasible(search: Search, limit: int, budget: object) -> str:
+    """The message of a budget that is too small."""
+    smallest = search.smallest()
+    taken = budgeted(smallest.memory, search.of)
+    stored = smallest.stored_bytes or 0
+    arguments = taken - smallest.memory.temp_bytes
+    gradients = min(search.problem.gradient_bytes, taken - stored - arguments)
+    split = {
+        "residuals": stored,
+        "gradients": gradients,
+        "arguments and results": arguments,
+        "workspace": taken - stored - gradients - arguments,
+    }
+    parts = ", ".join(f"{name} {bytes_text(n)}" for name, n in split.items() if n)
+    bounds = ""
+    if math.isfinite(min(search.slowdown, search.noise)):
+        bounds = "; allow more slowdown or noise"
+    return (
+        f"jaxact.plan(budget={budget!r}), {bytes_text(limit)}: no policy was found for "
+        f"it in {MOST_COMPILES} compiled steps. The smallest takes {bytes_text(taken)} "
+        f"({parts}), on {smallest.memory.device}. {_advice(search.problem, split)}"
+        f"{bounds}."
+    )
+
+
+def _advice(problem: Problem, split: dict[str, int]) -> str:
+    largest = max(split, key=lambda name: split[name])
+    if largest == "residuals" and 2 * problem.outside_bytes > split["residuals"]:
+        return (
+            f"{bytes_text(problem.outside_bytes)} of residuals are in no compressed "
+            "call: compress these layers too"
+        )
+    return {
+        "residuals": "Take a smaller batch, see jaxact.max_batch",
+        "gradients": "Donate the step's arguments, and accumulate into the optimizer's "
+        "state, layer by layer",
+        "arguments and results": "Donate the step's arguments (donate_argnums), or "
+        "give a budget of='temp'",
+        "workspace": "Take a smaller batch, or compute the loss in chunks; jaxact.live "
+        "lists the arrays at the peak",
+    }[largest]

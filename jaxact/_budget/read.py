@@ -1,0 +1,329 @@
+"""Read the choice that a plan is from a step: a few traces, and no compilation.
+
+The step is traced under policies that ask for one way of keeping at a time. The table
+of each trace has the residuals that are stored then; the decisions about them, and the
+operations of each call, come from the calls as they are traced.
+"""
+
+import collections
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxact._bits.cost import Sensitivity
+from jaxact._budget import candidates
+from jaxact._budget.problem import Call, Option, Problem, Row, Variant, undominated
+from jaxact._codec import Action, Bias, Exact, Recompute
+from jaxact._decision import Decision
+from jaxact._engine.warnings import CompressionWarning
+from jaxact._jaxpr.primitives import ELEMENTWISE
+from jaxact._jaxpr.types import Jaxpr
+from jaxact._memory.compiling import trace
+from jaxact._memory.targets import Gpu
+from jaxact._policy import Policy, Rule
+from jaxact._recompute import Checkpoint, call_key
+from jaxact._report.step import step_program, step_residuals
+from jaxact._report.table import ResidualRow
+from jaxact._residual import Residual
+from jaxact._time.flops import flops_of
+from jaxact._using import Override, overriding
+
+# A gradient's relative variance over the mean relative squared error of residuals: on a
+# transformer of 8 layers at initialisation 0.034 with `Quantize(2)` and 0.0010 with
+# `Quantize(4)`, whose errors are 0.55 and 0.022 (design: 0.185 and 0.032 squared).
+ASSUMED_SHARE = 0.05
+# What is computed from a rounded value in a way that is not linear is biased; and most
+# exponentials of a softmax are near zero, which takes one bit more for the same error.
+_WEIGHT = 4.0
+# The part of peak operations a second that a training step reaches.
+_UTILIZATION = 0.5
+# Bits inside a call that is computed again: few rows exist at a time.
+_INSIDE_BITS = (4, 2)
+
+
+@dataclasses.dataclass
+class _Heard:
+    """A call, as it was traced.
+
+    Attributes:
+      flops: of its forward pass, once.
+    """
+
+    decisions: dict[str, Decision] = dataclasses.field(default_factory=dict)
+    flops: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Trace:
+    """A step traced under one policy.
+
+    Attributes:
+      rows: of each call, by the call's key; '' has none where a call has that key.
+      outside: rows of no call.
+      calls: by key.
+    """
+
+    program: Jaxpr
+    rows: Mapping[str, list[ResidualRow]]
+    outside: list[ResidualRow]
+    calls: Mapping[str, _Heard]
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A step and its arguments."""
+
+    function: Callable[..., Any]
+    args: Sequence[object]
+    kwargs: dict[str, Any]
+
+    def traced(self, policy: Policy) -> _Trace:
+        """The step with its compressed calls under `policy`."""
+        calls: dict[str, _Heard] = {}
+
+        def hear(path: str, program: Jaxpr, decisions: Sequence[Decision]) -> None:
+            heard = calls.setdefault(call_key(path), _Heard())
+            for d in decisions:
+                heard.decisions.setdefault(d.residual.key, d)
+            heard.flops = max(heard.flops, flops_of(program))
+
+        with overriding(Override(policy, hear)), warnings.catch_warnings():
+            warnings.simplefilter("ignore", CompressionWarning)
+            traced = trace(self.function, self.args, self.kwargs)
+        program = step_program(traced.jaxpr)
+        call_of = {key: name for name, c in calls.items() for key in c.decisions}
+        rows = collections.defaultdict(list)
+        outside = []
+        for row in step_residuals(program).rows:
+            if row.is_outside or row.key not in call_of:
+                outside.append(row)
+            else:
+                rows[call_of[row.key]].append(row)
+        return _Trace(program, rows, outside, calls)
+
+
+def read_problem(
+    step: Step,
+    base: Policy,
+    actions: Sequence[Action],
+    gpu: Gpu,
+    measured: Sensitivity | None,
+) -> Problem:
+    """The residuals of a step, and the options for each.
+
+    Args:
+      base: its rules decide where they match, and nothing is chosen there.
+      actions: to choose from.
+
+    Raises:
+      ValueError: no call in the step is compressed, or no residual is rounded.
+    """
+    stored = step.traced(base)
+    if not any(_is_free(heard, row) for heard, row in _pairs(stored)):
+        raise ValueError(
+            "jaxact.plan: the step has no residual to choose for. Compress the unit "
+            "that its network repeats: jaxact.compress(Block), or a layer's function "
+            "with activations='x'; see jaxact.residuals(step, ..., argnums=())."
+        )
+    reader = _Reader(stored, actions, gpu, measured)
+    again = step.traced(dataclasses.replace(base, recompute=Checkpoint()))
+    elementwise = _elementwise_rules(stored)
+    fused = None
+    if elementwise:
+        rules = (*base.rules, *elementwise)
+        fused = step.traced(dataclasses.replace(base, rules=rules))
+    calls = []
+    for key in stored.calls:
+        variants = [reader.stored(key)]
+        if fused is not None and elementwise:
+            variants += reader.elementwise(key, fused, elementwise)
+        variants += reader.checkpoints(key, again)
+        calls.append(Call(key, tuple(variants)))
+    exact = sum(row.exact_bytes for _, row in _pairs(stored))
+    outside = sum(row.stored_bytes for row in stored.outside)
+    return Problem(
+        tuple(calls),
+        outside,
+        exact + outside,
+        _gradient_bytes(stored.program),
+        reader.seconds,
+        measured is not None,
+    )
+
+
+def _pairs(traced: _Trace) -> list[tuple[_Heard, ResidualRow]]:
+    return [(traced.calls[key], r) for key, rows in traced.rows.items() for r in rows]
+
+
+def _is_free(heard: _Heard, row: ResidualRow) -> bool:
+    """Whether the policy rounds it, and no rule asked for that."""
+    decision = heard.decisions[row.key]
+    return decision.rule is None and decision.bias is not Bias.EXACT
+
+
+def _elementwise_rules(stored: _Trace) -> list[Rule]:
+    """Rules to compute again what elementwise operations make of other residuals."""
+    return [
+        Rule(Recompute(), key=row.key)
+        for heard, row in _pairs(stored)
+        if _is_free(heard, row) and row.primitive in ELEMENTWISE
+    ]
+
+
+class _Reader:
+    """Makes the variants of calls.
+
+    Attributes:
+      seconds: of the uncompressed step.
+    """
+
+    def __init__(
+        self,
+        traced: _Trace,
+        actions: Sequence[Action],
+        gpu: Gpu,
+        measured: Sensitivity | None,
+    ) -> None:
+        self._traced, self._actions, self._gpu = traced, actions, gpu
+        self._costs = {row.key: row for row in measured.rows} if measured else {}
+        free = [(h, r) for h, r in _pairs(traced) if _is_free(h, r)]
+        self._count = sum(_copies(h.decisions[r.key].residual, r) for h, r in free)
+        dtypes = collections.Counter(str(r.dtype) for _, r in free)
+        peaks = gpu.peak_flops
+        peak = peaks.get(dtypes.most_common(1)[0][0], gpu.alu_flops)
+        self._flops = _UTILIZATION * peak
+        moved = 4 * sum(r.exact_bytes for _, r in _pairs(traced))
+        self.seconds = flops_of(traced.program) / self._flops  # type: ignore[arg-type]
+        self.seconds += moved / gpu.bytes_per_second
+
+    def stored(self, key: str) -> Variant:
+        """All residuals stored."""
+        rows, fixed = self._rows(key, self._traced)
+        return Variant("stored", rows, fixed)
+
+    def elementwise(
+        self, key: str, fused: _Trace, rules: Sequence[Rule]
+    ) -> list[Variant]:
+        """What elementwise operations make is computed again, if that stores less."""
+        before = self._traced.rows.get(key, [])
+        after = fused.rows.get(key, [])
+        size = lambda rows: sum(row.exact_bytes for row in rows)
+        if size(after) >= size(before):
+            return []
+        kept = {row.key for row in after}
+        own = {row.key for row in before} - kept
+        rows, fixed = self._rows(key, fused)
+        replayed = size([row for row in before if row.key in own])
+        time = 2 * replayed / self._gpu.bytes_per_second / self.seconds
+        mine = tuple(rule for rule in rules if rule.key in own)
+        return [Variant("elementwise", rows, fixed, time=time, rules=mine)]
+
+    def checkpoints(self, key: str, again: _Trace) -> list[Variant]:
+        """The call computed again from its inputs."""
+        rows, fixed = self._rows(key, again, is_recomputed_from=True)
+        kept = {row.key for row in again.rows.get(key, [])}
+        inside = [
+            (row, self._traced.calls[key].decisions[row.key])
+            for row in self._traced.rows.get(key, [])
+        ]
+        inside = [(row, d) for row, d in inside if row.key not in kept]
+        if not inside:
+            return []
+        copies = max(_copies(d.residual, row) for row, d in inside)
+        flops = self._traced.calls[key].flops * copies
+        variants = []
+        for bits in _INSIDE_BITS:
+            transient, rules = 0.0, []
+            time, noise = flops / self._flops / self.seconds, 0.0
+            for row, d in inside:
+                number = _copies(d.residual, row)
+                options = self._options(d, row)
+                if not (d.rule is None and d.bias is not Bias.EXACT) or not options:
+                    transient += row.stored_bytes / number
+                    continue
+                few = [o for o in options if o.action.bits and o.action.bits <= bits]
+                option = min(few or options, key=lambda o: o.noise)
+                transient += option.bytes / number
+                time, noise = time + option.time, noise + option.noise
+                rules.append(Rule(option.action, key=row.key))
+            variants.append(
+                Variant(
+                    "checkpoint",
+                    rows,
+                    fixed,
+                    round(transient),
+                    time,
+                    noise,
+                    tuple(rules),
+                    is_checkpoint=True,
+                )
+            )
+        return variants
+
+    def _rows(
+        self, key: str, traced: _Trace, *, is_recomputed_from: bool = False
+    ) -> tuple[tuple[Row, ...], int]:
+        """A call's rows to choose for, and the bytes of the others."""
+        grouped: dict[str, list[ResidualRow]] = {}
+        for row in traced.rows.get(key, []):
+            grouped.setdefault(row.key, []).append(row)
+        rows, fixed = [], 0
+        for name, several in grouped.items():
+            heard = traced.calls[key]
+            if not _is_free(heard, several[0]):
+                fixed += sum(row.stored_bytes for row in several)
+                continue
+            whole = dataclasses.replace(
+                several[0], exact_bytes=sum(row.exact_bytes for row in several)
+            )
+            decision = heard.decisions[name]
+            options = self._options(decision, whole, is_recomputed_from)
+            rows.append(Row(name, whole.path, whole.exact_bytes, options))
+        return tuple(rows), fixed
+
+    def _options(
+        self, decision: Decision, row: ResidualRow, is_recomputed_from: bool = False
+    ) -> tuple[Option, ...]:
+        residual = decision.residual
+        copies = _copies(residual, row)
+        is_biased = is_recomputed_from or residual.is_recomputed_from
+        weight = (_WEIGHT if is_biased else 1.0) * copies / self._count
+        weight *= _WEIGHT if residual.primitive == "exp" else 1.0
+        options = []
+        for action in self._actions:
+            if action.declines(residual.shape, residual.dtype) is not None:
+                continue
+            noise = ASSUMED_SHARE * weight * candidates.relative_error(action)
+            cost = self._costs.get(row.key)
+            if cost is not None and math.isfinite(cost.variance):
+                noise = candidates.times_measured(action) * cost.variance / cost.signal
+            elif cost is not None and not action.is_lossless:
+                continue
+            time = candidates.seconds(action, residual, copies, self._gpu)
+            size = candidates.stored_bytes(action, residual, copies)
+            options.append(Option(action, size, time / self.seconds, noise))
+        exact = Option(Exact(), row.exact_bytes, 0.0, 0.0)
+        return undominated([*options, exact])
+
+
+def _copies(residual: Residual, row: ResidualRow) -> int:
+    """How many arrays a row is the sum of."""
+    one = max(1, math.prod(residual.shape)) * residual.dtype.itemsize
+    return max(1, row.exact_bytes // one)
+
+
+def _gradient_bytes(program: Jaxpr) -> int:
+    """Arrays that a backward pass makes with the type of an argument, each once."""
+    kind = lambda v: (tuple(v.aval.shape), v.aval.dtype)
+    left = collections.Counter(kind(v) for v in program.invars)
+    total = 0
+    for eqn in program.eqns:
+        if "transpose(" not in str(eqn.source_info.name_stack):
+            continue
+        for v in eqn.outvars:
+            if hasattr(v.aval, "dtype") and left[kind(v)] > 0:
+                left[kind(v)] -= 1
+                total += v.aval.size * v.aval.dtype.itemsize
+    return total

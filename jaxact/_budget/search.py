@@ -1,0 +1,203 @@
+"""Solve, compile, correct, and solve again until a compiled step is in the budget.
+
+What a compiled step takes is the stored bytes, which tables know, and A: gradients and
+workspace, which only the compiler knows. A differs by some percent between policies
+(5 to 13 % of the whole for a small float32 network, 1 to 2 % for GPT-2 medium), so one
+compiled step tells it for the next.
+"""
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable
+
+from jaxact._budget.plan import Trial, budgeted, planned_rows
+from jaxact._budget.problem import Problem, Solution
+from jaxact._budget.solve import solve
+from jaxact._codec import Exact
+from jaxact._engine.warnings import CompressionWarning
+from jaxact._memory import Memory
+from jaxact._policy import Policy, Rule
+from jaxact._recompute import Checkpoint
+from jaxact._using import Override, overriding
+
+# Compiled steps, without that of a ratio's whole.
+MOST_COMPILES = 4
+# A plan that fills so much of the budget is not improved.
+_FULL = 0.95
+# Parts of the budget left free: at first, and more after each step that is above it.
+_MARGIN, _MORE_MARGIN = 0.005, 0.01
+# Of a last compilation, after others were above the budget.
+_SAFE_MARGIN = 0.04
+UNCOMPRESSED = Policy(default=Exact())
+
+
+@dataclasses.dataclass
+class Search:
+    """The compiled steps so far.
+
+    Attributes:
+      compiled: the memory of the step under a policy.
+      of: what a budget is for.
+      trials: in order, without repetition.
+      known: those of earlier plans for the same step.
+    """
+
+    problem: Problem
+    base: Policy
+    compiled: Callable[[], Memory]
+    of: str
+    slowdown: float
+    noise: float
+    known: tuple[Trial, ...] = ()
+    trials: list[Trial] = dataclasses.field(default_factory=list)
+
+    def run(self, limit: int, most: int = MOST_COMPILES) -> None:
+        """Compile policies until one is within `limit`, nearly."""
+        margin, step = _MARGIN, 1.0
+        for number in range(most):
+            is_last = number == most - 1 and self.best(limit) is None
+            if is_last:
+                margin, step = _SAFE_MARGIN, 2 * step
+            solution = self._next(limit, margin, step)
+            if self._wants_uncompressed(solution):
+                trial = self.uncompressed()
+            else:
+                trial = self.try_(solution)
+            if trial is None:
+                return
+            taken = budgeted(trial.memory, self.of)
+            if taken > limit:
+                margin, step = margin + _MORE_MARGIN, step + 0.5
+            elif taken >= _FULL * limit or trial.cost == 0:
+                return
+
+    def best(self, limit: int) -> Trial | None:
+        """The cheapest compiled step within the limit."""
+        fitting = [
+            t
+            for t in (*self.trials, *self.known)
+            if budgeted(t.memory, self.of) <= limit
+            and t.time <= self.slowdown
+            and t.noise <= self.noise
+        ]
+        taken = lambda t: budgeted(t.memory, self.of)
+        return min(fitting, key=lambda t: (t.cost, taken(t)), default=None)
+
+    def smallest(self) -> Trial:
+        """The compiled step that takes least."""
+        every = (*self.trials, *self.known)
+        return min(every, key=lambda t: budgeted(t.memory, self.of))
+
+    def uncompressed(self) -> Trial:
+        """The step with nothing compressed."""
+        for trial in (*self.trials, *self.known):
+            if trial.policy == UNCOMPRESSED:
+                if trial not in self.trials:
+                    self.trials.append(trial)
+                return trial
+        memory = self._compile(UNCOMPRESSED)
+        self.trials.append(Trial(UNCOMPRESSED, (), None, None, memory, 0.0, 0.0))
+        return self.trials[-1]
+
+    def try_(self, solution: Solution) -> Trial | None:
+        """Compile a solution; None if it was compiled before."""
+        policy = policy_of(solution, self.base)
+        if any(trial.policy == policy for trial in self.trials):
+            return None
+        for trial in self.known:
+            if trial.policy == policy:
+                self.trials.append(trial)
+                return trial
+        predicted = round(solution.stored_bytes + self.rest(solution.stored_bytes))
+        memory = self._compile(policy)
+        rows = planned_rows(solution)
+        stored = solution.stored_bytes
+        numbers = stored, predicted, memory, solution.time, solution.noise
+        self.trials.append(Trial(policy, rows, *numbers))
+        return self.trials[-1]
+
+    def rest(self, stored: float) -> float:
+        """A: the bytes besides the stored ones, as in the compiled step most alike."""
+        known = [
+            (t.stored_bytes, budgeted(t.memory, self.of) - t.stored_bytes)
+            for t in (*self.trials, *self.known)
+            if t.stored_bytes is not None
+        ]
+        if known:
+            return min(known, key=lambda pair: abs(pair[0] - stored))[1]
+        for trial in (*self.trials, *self.known):  # the uncompressed step
+            whole = budgeted(trial.memory, self.of)
+            return max(1.05 * self.problem.gradient_bytes, 0.06 * whole)
+        return 1.1 * self.problem.gradient_bytes
+
+    def _next(self, limit: int, margin: float, step: float) -> Solution:
+        """The solution to compile next.
+
+        Args:
+          step: how much more than the excess to take off a step above the limit.
+        """
+        sizes = [
+            (t.stored_bytes, budgeted(t.memory, self.of))
+            for t in (*self.trials, *self.known)
+            if t.stored_bytes is not None
+        ]
+        wanted = limit * (1 - margin)
+        fitting = max((s for s in sizes if s[1] <= limit), default=None)
+        above = [s for s in sizes if s[1] > limit and (not fitting or s > fitting)]
+        nearest = min(above, default=None)
+        if fitting and nearest:
+            (low, under), (high, over) = fitting, nearest
+            part = (wanted - under) / (over - under)
+            room = low + max(0.0, part) * (high - low)
+        elif fitting or nearest:
+            stored, taken = fitting or nearest  # type: ignore[misc]
+            room = stored + (1.0 if fitting else step) * (wanted - taken)
+        else:
+            room = wanted - self.rest(limit)
+        return self._solve(room) or self._least()
+
+    def _solve(self, room: float) -> Solution | None:
+        return solve(self.problem, room, slowdown=self.slowdown, noise=self.noise)
+
+    def _least(self) -> Solution:
+        least = solve(
+            self.problem,
+            math.inf,
+            slowdown=self.slowdown,
+            noise=self.noise,
+            is_smallest=True,
+        )
+        if least is None:
+            raise ValueError(
+                f"jaxact.plan(slowdown={self.slowdown}, noise={self.noise}): both must "
+                "be at least 0; the uncompressed step has 0 of each."
+            )
+        return least
+
+    def _wants_uncompressed(self, solution: Solution) -> bool:
+        """Whether the solution keeps all exactly, and plainly so was not tried."""
+        is_tried = any(t.policy == UNCOMPRESSED for t in self.trials)
+        return solution.cost == 0 and not is_tried
+
+    def _compile(self, policy: Policy) -> Memory:
+        with overriding(Override(policy)), warnings.catch_warnings():
+            warnings.simplefilter("ignore", CompressionWarning)
+            return self.compiled()
+
+
+def policy_of(solution: Solution, base: Policy) -> Policy:
+    """The policy that chooses as the solution does; rules of `base` come first."""
+    rules: dict[Rule, None] = {}
+    checkpoints = []
+    for choice in solution.choices:
+        rules |= dict.fromkeys(choice.variant.rules)
+        pairs = zip(choice.variant.rows, choice.options, strict=True)
+        rules |= {Rule(option.action, key=row.key): None for row, option in pairs}
+        if choice.variant.is_checkpoint:
+            checkpoints.append(Checkpoint(key=choice.call.key))
+    return dataclasses.replace(
+        base,
+        rules=(*base.rules, *rules),
+        recompute=tuple(checkpoints) or None,
+    )

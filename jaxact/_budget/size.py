@@ -1,0 +1,51 @@
+"""A budget as people write it: '12GiB', bytes, or a part of the uncompressed step."""
+
+import dataclasses
+import math
+import re
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+_TEXT = re.compile(r"\s*([\d_]+(?:\.\d+)?)\s*(?:([kmgt])(i?)b|b)\s*", re.IGNORECASE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """Bytes, or a part of the uncompressed step's."""
+
+    number: int | None
+    ratio: float | None = None
+
+    def of(self, whole: int) -> int:
+        """The bytes, given those of the uncompressed step."""
+        return int(whole * self.ratio) if self.number is None else self.number  # type: ignore[operator]
+
+
+def parsed(budget: str | int | float, call: str) -> Size:
+    """A budget in bytes, or as a ratio.
+
+    Raises:
+      TypeError: neither text nor a number.
+      ValueError: text that is no size, a number that is not positive or no ratio.
+    """
+    wrong = (
+        f"{call}(budget={budget!r}): bytes are required, as an integer or as text such "
+        "as '12GB' (10**9) or '12GiB' (2**30); or a part of what the uncompressed step "
+        "takes, a float below 1 such as 0.4."
+    )
+    if isinstance(budget, bool) or not isinstance(budget, str | int | float):
+        raise TypeError(wrong)
+    if isinstance(budget, str):
+        found = _TEXT.fullmatch(budget)
+        if found is None:
+            raise ValueError(wrong)
+        number, unit, binary = found.groups()
+        factor = (_BINARY if binary else _UNITS)[(unit or "").lower()]
+        budget = int(float(number.replace("_", "")) * factor)
+    if isinstance(budget, float):
+        if not 0 < budget < 1 or not math.isfinite(budget):
+            raise ValueError(wrong)
+        return Size(None, budget)
+    if budget < 1:
+        raise ValueError(wrong)
+    return Size(budget)

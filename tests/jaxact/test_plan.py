@@ -1,0 +1,287 @@
+"""Plans: within the budget, cheaper with more of it, and honest where none is found."""
+
+import functools
+import itertools
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxact
+from jaxact import Plan, Policy, Quantize, Rule
+from jaxact._budget.candidates import EVERY, relative_error, stored_bytes
+from jaxact._budget.problem import Call, Option, Problem, Row, Variant
+from jaxact._budget.size import parsed
+from jaxact._budget.solve import solve
+from jaxact._residual import Residual
+from support.variants import thorough
+
+WIDTHS = [Quantize(bits) for bits in (1, 2, 4, 8)]
+
+
+def layer(p, x):
+    h = jax.nn.gelu(x @ p["up"])
+    scale = jax.lax.rsqrt((h**2).mean(-1, keepdims=True) + 1e-5)
+    return x + (h * scale) @ p["down"]
+
+
+def network(layers=12, batch=512, width=64):
+    """A step of a scanned network, and its arguments, none of which exists."""
+    small = jaxact.compress(layer, activations="x")
+
+    def loss(p, x):
+        x, _ = jax.lax.scan(lambda x, p: (small(p, x), None), x, p)
+        return (x**2).mean()
+
+    @jax.jit
+    def step(p, x):
+        return jax.tree.map(lambda a, g: a - 0.1 * g, p, jax.grad(loss)(p, x))
+
+    of = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    p = {"up": of((layers, width, 2 * width)), "down": of((layers, 2 * width, width))}
+    return step, p, of((batch, width))
+
+
+@pytest.fixture(scope="module")
+def plans():
+    """Plans of one step for four budgets, each knowing the ones before."""
+    made: dict[float, Plan] = {}
+    earlier = None
+    for ratio in (0.15, 0.25, 0.4, 0.6):
+        earlier = made[ratio] = jaxact.plan(
+            *network(), budget=ratio, actions=WIDTHS, earlier=earlier
+        )
+    return made
+
+
+def test_the_compiled_step_is_never_above_the_budget(plans):
+    whole = plans[0.15].trail[0].memory.temp_bytes  # the uncompressed step
+    for ratio, plan in plans.items():
+        assert plan.budget == int(ratio * whole)
+        assert plan.memory.temp_bytes <= plan.budget
+        with jaxact.using(plan.policy):
+            assert jaxact.memory(*network()) == plan.memory
+
+
+def test_the_budget_is_used_or_nothing_cheaper_was_left(plans):
+    for plan in plans.values():
+        is_free = plan.time + plan.noise == 0
+        # Three residuals: the next cheaper choice is up to 3 MiB larger.
+        room = plan.budget - plan.memory.temp_bytes
+        assert plan.bytes >= 0.9 * plan.budget or is_free or room < 3 * 2**20
+
+
+def test_a_larger_budget_costs_no_more(plans):
+    costs = [plan.time + plan.noise for plan in plans.values()]
+    assert costs == sorted(costs, reverse=True)
+    assert costs[0] > 0 == costs[-1]
+
+
+def test_few_steps_are_compiled(plans):
+    first, *_, last = plans.values()
+    assert len(first.trail) <= 1 + 4
+    assert len(last.trail) <= 1 + 4 * 4
+    policies = [trial.policy for trial in last.trail]
+    assert len(set(policies)) == len(policies)
+
+
+def test_a_plan_trains(plans):
+    """Its rules match, without a warning; its gradient is near the exact one."""
+    step, p, x = network()
+    keys = iter(jax.random.split(jax.random.key(0), 3))
+    p, x = jax.tree.map(lambda s: jax.random.normal(next(keys), s.shape) / 8, (p, x))
+    plan = plans[0.15]
+    with jaxact.using(plan.policy):
+        rounded = step(p, x)
+    with jaxact.using(Policy(default=jaxact.Exact())):
+        exact = step(p, x)
+    norm = lambda a, b: math.sqrt(sum(float(((a[k] - b[k]) ** 2).sum()) for k in a))
+    assert 0 < norm(rounded, exact) < 0.5 * norm(exact, p)
+
+
+def test_is_shown_and_saved(plans):
+    plan = plans[0.15]
+    assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+    assert "of the budget of 3.56 MiB, on cpu" in str(plan).replace("\n", " ")
+    assert "(assumed)" in plan.summary()
+    compiled = [point.bytes for point in plan.frontier if point.is_compiled]
+    assert plan.bytes in compiled
+    pytest.importorskip("matplotlib").use("agg")
+    assert plan.plot().get_xlabel() == "temp, MiB"
+
+
+def test_a_budget_that_is_too_small():
+    with pytest.raises(ValueError) as error:
+        jaxact.plan(*network(layers=2), budget=10_000, actions=[Quantize(1)])
+    text = str(error.value)
+    for part in ("9.766 KiB", "The smallest takes", "residuals", "gradients", "on cpu"):
+        assert part in text
+
+
+def test_bounds_on_time_and_noise(plans):
+    free = plans[0.15]
+    options = {"actions": WIDTHS, "noise": free.noise / 4, "earlier": plans[0.6]}
+    quiet = jaxact.plan(*network(), budget=free.budget, **options)
+    assert quiet.noise <= free.noise / 4
+    assert quiet.bytes <= quiet.budget
+
+
+@thorough
+def test_rules_of_the_policy_stand_before_the_plan():
+    rule = Rule(Quantize(8), key="x")
+    plan = jaxact.plan(
+        *network(layers=3),
+        budget="2MiB",
+        actions=WIDTHS,
+        policy=Policy(rules=(rule,)),
+    )
+    assert plan.policy.rules[0] == rule
+    assert "x" not in [row.key for row in plan.rows]
+
+
+@thorough
+def test_of_the_whole_device(plans):
+    known = plans[0.6]
+    budget = plans[0.4].memory.peak_bytes
+    options = {"actions": WIDTHS, "earlier": known, "of": "device"}
+    plan = jaxact.plan(*network(), budget=budget, **options)
+    assert plan.bytes == plan.memory.peak_bytes <= budget
+    assert plan.memory == plans[0.4].memory
+
+
+@pytest.mark.parametrize(
+    ("budget", "expected"),
+    [
+        ("12GB", 12 * 10**9),
+        ("12 GiB", 12 * 2**30),
+        ("1.5kb", 1500),
+        ("80_000 MiB", 80_000 * 2**20),
+        ("7B", 7),
+        (123, 123),
+        (0.25, 250),
+    ],
+)
+def test_sizes(budget, expected):
+    assert parsed(budget, "f").of(1000) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({"budget": "lots"}, ValueError, r"'12GiB' \(2\*\*30\)"),
+        ({"budget": 1.5}, ValueError, "a float below 1"),
+        ({"budget": 0}, ValueError, "bytes are required"),
+        ({"budget": None}, TypeError, "bytes are required"),
+        ({"of": "host"}, ValueError, "'temp' or 'device'"),
+        ({"slowdown": -1.0}, ValueError, "slowdown=0.1"),
+        ({"policy": 4}, TypeError, "a jaxact.Policy is required"),
+        ({"actions": [4]}, TypeError, "a sequence of actions"),
+        ({"target": "h1000"}, ValueError, "unknown target"),
+        (
+            {"policy": Policy(recompute=jax.checkpoint_policies.dots_saveable)},
+            ValueError,
+            "recompute=None",
+        ),
+    ],
+)
+def test_mistakes(changes, error, text):
+    with pytest.raises(error, match=text):
+        jaxact.plan(
+            jax.grad(lambda x: x.sum()), jnp.ones(8), **{"budget": 0.5} | changes
+        )
+
+
+def test_a_step_without_compressed_calls():
+    with pytest.raises(ValueError, match="Compress the unit"):
+        jaxact.plan(jax.grad(lambda x: jnp.sin(x).sum()), jnp.ones(8), budget=0.5)
+
+
+def test_the_bytes_of_every_action_are_those_that_it_encodes():
+    residual = Residual((3, 1000), np.dtype(np.float32))
+    x = jax.ShapeDtypeStruct(residual.shape, residual.dtype)
+    seed = jax.ShapeDtypeStruct((), jnp.uint32)
+    for action in EVERY[:: 5 if jax.__version_info__ < (0, 12) else 1]:
+        arrays = jax.tree.leaves(jax.eval_shape(action.encode, x, seed))
+        size = sum(a.size * a.dtype.itemsize for a in arrays)
+        assert stored_bytes(action, residual, 2) == 2 * size, action
+
+
+def test_more_bits_err_less():
+    for kind in {type(action) for action in EVERY} - {jaxact.Exact}:
+        errors = [relative_error(kind(bits)) for bits in range(1, 9)]
+        assert errors == sorted(errors, reverse=True)
+
+
+def random_problem(rng):
+    """Small enough to try every choice; sizes are those of arrays in practice."""
+
+    def row(name):
+        size = int(rng.integers(100, 1000)) << 20
+        options = [
+            Option(Quantize(b), size * b // 32, float(rng.uniform(0, 0.1)), 0.5 / 4**b)
+            for b in (1, 4)
+        ]
+        return Row(name, "", size, (*options, Option(jaxact.Exact(), size, 0.0, 0.0)))
+
+    def call(number):
+        rows = tuple(row(f"{number}/{i}") for i in range(2))
+        again = Variant(
+            "checkpoint",
+            rows[:1],
+            5 << 20,
+            int(rng.integers(10, 300)) << 20,
+            float(rng.uniform(0, 0.2)),
+            0.01,
+            is_checkpoint=True,
+        )
+        return Call(str(number), (Variant("stored", rows, 7 << 20), again))
+
+    return Problem(tuple(map(call, range(2))), 11 << 20, 4000 << 20, 0, 1.0, False)
+
+
+def every_choice(problem):
+    """(bytes, time, noise) of all choices, by enumeration."""
+    ways = [
+        [
+            (variant, options)
+            for variant in call.variants
+            for options in itertools.product(*(row.options for row in variant.rows))
+        ]
+        for call in problem.calls
+    ]
+    for choice in itertools.product(*ways):
+        parts = [o for _, options in choice for o in options]
+        variants = [v for v, _ in choice]
+        yield (
+            problem.outside_bytes
+            + sum(o.bytes for o in parts)
+            + sum(v.fixed_bytes for v in variants)
+            + max(v.transient_bytes for v in variants),
+            sum(o.time for o in parts) + sum(v.time for v in variants),
+            sum(o.noise for o in parts) + sum(v.noise for v in variants),
+        )
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_solver_finds_the_cheapest(seed):
+    problem = random_problem(np.random.default_rng(seed))
+    every = list(every_choice(problem))
+    least = min(size for size, _, _ in every)
+    assert solve(problem, math.inf, is_smallest=True).stored_bytes == least
+    assert solve(problem, least - 2**10) is None
+    for room in np.linspace(least + 1, 4000 << 20, 6):
+        found = solve(problem, room)
+        best = min(t + n for size, t, n in every if size <= room)
+        # Up to the solver's tolerance, a millionth of a MiB.
+        assert found.stored_bytes <= room + 10
+        # The program stops within a thousandth of the best.
+        assert best - 1e-6 <= found.cost <= 1.001 * best + 1e-6
+        quiet = [t + n for size, t, n in every if size <= room and n <= 0.02]
+        bounded = solve(problem, room, noise=0.02)
+        assert (bounded is None) == (not quiet)
+        if bounded is not None:
+            assert bounded.noise <= 0.02 + 1e-6
+            assert bounded.cost <= 1.001 * min(quiet) + 1e-6
