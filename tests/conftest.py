@@ -18,8 +18,8 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("jaxact")
 
-# Of the variants of one test, how many `--quick` runs: the first, the last and between.
-VARIANTS = 3
+# Of the variants of one test, how many `--quick` runs: the first and the last.
+VARIANTS = 2
 
 
 def pytest_addoption(parser):
