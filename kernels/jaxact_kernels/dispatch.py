@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.extend import core as jex
 from jax.interpreters import batching, mlir
 
@@ -92,6 +93,10 @@ def _batch(
     return results, [0] * len(results)
 
 
+def _evaluate_once(*arrays: jax.Array, definition: compat.Program) -> list[jax.Array]:
+    return lax.optimization_barrier(_evaluate(*arrays, definition=definition))
+
+
 def _lower(
     ctx: mlir.LoweringRuleContext,
     *values: mlir.ir.Value,
@@ -104,6 +109,20 @@ def _lower(
             "program is lowered for another platform: pass implementation=None"
         )
     return _lower_definition(ctx, *values, **params)
+
+
+def _lower_on_cpu(
+    ctx: mlir.LoweringRuleContext,
+    *values: mlir.ir.Value,
+    definition: compat.Program,
+    implementation: str | None,
+    **_: object,
+) -> Sequence[mlir.ir.Value]:
+    """As `_lower`, evaluated once also where several operations read the result."""
+    if implementation not in (None, REFERENCE):
+        _lower(ctx, *values, implementation=implementation)
+    once = mlir.lower_fun(_evaluate_once, multiple_results=True)
+    return once(ctx, *values, definition=definition)
 
 
 def _lower_on_gpu(
@@ -138,5 +157,6 @@ _lower_definition = mlir.lower_fun(_evaluate, multiple_results=True)
 operation_p.def_impl(_evaluate)
 operation_p.def_abstract_eval(lambda *_, definition, **params: definition.out_avals)
 mlir.register_lowering(operation_p, _lower)
+mlir.register_lowering(operation_p, _lower_on_cpu, platform="cpu")
 mlir.register_lowering(operation_p, _lower_on_gpu, platform="cuda")
 batching.primitive_batchers[operation_p] = _batch
