@@ -1,7 +1,9 @@
 # `make demo` and `make test` need only make and Python >= 3.11: each creates .venv
-# and installs what it needs. Choose an interpreter with PYTHON=python3.12.
+# and installs what it needs. The newest tested Python that runs here, or PYTHON=...
 
-PYTHON ?= python3
+PYTHON ?= $(shell for python in python3.12 $(HOME)/.pyenv/versions/3.12.*/bin/python \
+  python3.11 $(HOME)/.pyenv/versions/3.11.*/bin/python; do \
+  $$python -c "" 2>/dev/null && { echo $$python; exit; }; done; echo python3)
 DATA ?=
 RUN := .venv/bin/python
 PIP := $(RUN) -m pip install --quiet --disable-pip-version-check
@@ -9,10 +11,11 @@ PIP := $(RUN) -m pip install --quiet --disable-pip-version-check
 .PHONY: demo test fuzz lint typecheck docs clean
 
 demo: .venv/demo
-	$(RUN) examples/quickstart.py $(if $(DATA),--data "$(DATA)")
+	JAX_PLATFORMS=$${JAX_PLATFORMS-$$(test -e /dev/nvidia0 || echo cpu)} \
+	  $(RUN) examples/quickstart.py $(if $(DATA),--data "$(DATA)")
 
 test: .venv/dev
-	$(RUN) -m pytest -n auto --maxprocesses=8 --dist worksteal -m "not slow"
+	$(RUN) -m pytest -n auto --maxprocesses=8 --dist worksteal --quick
 
 # Random programs, judged against JAX: `make fuzz FUZZ=10000 SEED=300`.
 FUZZ ?= 300
@@ -39,7 +42,8 @@ clean:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "jaxact needs Python >= 3.11: make PYTHON=python3.12 ..." >&2; exit 1; }
 	$(PYTHON) -m venv --clear .venv
-	$(PIP) --editable '.[examples]'
+	$(PIP) --editable '.[examples,plots,targets]' 2>/dev/null || \
+	  $(PIP) --editable '.[examples,plots]' # no GPU compiler for this platform
 	@touch $@
 
 .venv/dev: .venv/demo

@@ -4,10 +4,13 @@
   python examples/quickstart.py --data cifar10.npz  your images; see examples/data.py
 
 Both networks start from the same parameters and see the same batches in the same
-order. The tables at the end compare accuracy, step time, residuals, compiled memory.
+order. Printed before training: the residuals and the memory of a step on an H100, which
+is compiled for and need not be there; after it: accuracy, step time and the memory on
+this machine. `--picture` shows the memory over a step.
 """
 
 import argparse
+import importlib
 import statistics
 import time
 import warnings
@@ -127,17 +130,47 @@ def scores(
     return table
 
 
-def compiled(
-    trainers: dict[str, Trainer], arguments: tuple, target: str | None
-) -> jaxact.Comparison | str:
-    """The very steps that were trained, compiled for a target; a text if that fails."""
+def compiled(trainers: dict[str, Trainer], arguments: tuple, target: str | None) -> Any:
+    """The table of the very steps that are trained, compiled for a target."""
     steps = {name: trainer.step for name, trainer in trainers.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", jaxact.CompressionWarning)  # in the table
+        return jaxact.compare(steps, *arguments, target=target)
+
+
+def draw(
+    trainers: dict[str, Trainer], arguments: tuple, target: str | None, path: Path
+) -> None:
+    """The memory of each step, from its first instruction to its last."""
+    pyplot = importlib.import_module("matplotlib.pyplot")
+    _, axis = pyplot.subplots(figsize=(8, 4), layout="constrained")
+    for name, trainer in trainers.items():
+        jaxact.live(trainer.step, *arguments, target=target).plot(axis, name)
+    axis.set_title(f"a training step, compiled for {target or 'this machine'}")
+    axis.legend()
+    axis.figure.savefig(path, dpi=120)
+
+
+def report(
+    console: Console, trainers: dict[str, Trainer], arguments: tuple, picture: Path
+) -> None:
+    """The residuals of the compressed step, and both steps compiled for a GPU."""
+    *_, small = trainers.values()
+    state, images, labels = arguments
+    loss = lambda params: small.loss(params, state.batch_stats, images, labels)
+    console.print(jaxact.residuals(loss, state.params, has_aux=True), highlight=False)
+    target: str | None = "h100"
+    console.print("\ncompiled for an H100, none attached:")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", jaxact.CompressionWarning)  # in the table
-            return jaxact.compare(steps, *arguments, target=target)
+        with console.status("compiling"):
+            console.print(compiled(trainers, arguments, target), highlight=False)
     except ImportError:
-        return 'the same for an H100, with none attached: pip install "jaxact[targets]"'
+        console.print("needs XLA's GPU compiler: pip install -e '.[targets]' (Linux)")
+        target = None
+    with console.status("drawing"):
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        draw(trainers, arguments, target, picture)
+    console.print(f"picture: {picture}\n", highlight=False)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -153,6 +186,8 @@ def parser() -> argparse.ArgumentParser:
     sizes = [16, 32, 64]
     add("--channels", type=int, nargs="+", default=sizes, help="of each stage")
     add("--blocks", type=int, default=2, help="in each stage")
+    picture = Path("build/quickstart.png")
+    add("--picture", type=Path, default=picture, help="of the memory over a step")
     return options
 
 
@@ -180,19 +215,18 @@ def run(options: argparse.Namespace) -> None:
         name: Trainer(net, optax.adamw(schedule, weight_decay=1e-2))
         for name, net in nets.items()
     }
+    console = Console()
+    batch = images.train_images[: options.batch], images.train_labels[: options.batch]
+    first = next(iter(trainers.values())).init(options.seed, images.train_images)
+    report(console, trainers, (first, *batch), options.picture)
     states = train(trainers, images, options)
 
-    console = Console()
     title = f"{images.name}: {options.epochs} epochs, batch {options.batch}"
     console.print(f"{title}, JAX {jax.__version__}; steps in turns, median")
     console.print(scores(trainers, states, images))
-    batch = images.train_images[: options.batch], images.train_labels[: options.batch]
-    arguments = next(iter(states.values())), *batch
-    for target, device in (None, jax.devices()[0].device_kind), ("h100", "an H100"):
-        console.print(f"\ncompiled for {device}:")
-        with console.status("compiling"):
-            table = compiled(trainers, arguments, target)
-        console.print(table, highlight=False)
+    console.print(f"\ncompiled for {jax.devices()[0].device_kind}:")
+    with console.status("compiling"):
+        console.print(compiled(trainers, (first, *batch), None), highlight=False)
 
 
 def main() -> None:

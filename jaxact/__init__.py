@@ -43,6 +43,7 @@ from jaxact._memory import (
     memory as memory,
 )
 from jaxact._policy import Policy as Policy, Rule as Rule
+from jaxact._recompute import Checkpoint as Checkpoint
 from jaxact._report import (
     ComparedStep as ComparedStep,
     Comparison as Comparison,
@@ -54,5 +55,13 @@ from jaxact._report import (
     residuals as residuals,
 )
 from jaxact._residual import Residual as Residual
+from jaxact._time import (
+    CauseTime as CauseTime,
+    Kernel as Kernel,
+    PredictedTime as PredictedTime,
+    count_flops as count_flops,
+    predicted_time as predicted_time,
+)
+from jaxact._using import using as using
 
 __version__ = "0.1.0"

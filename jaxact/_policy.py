@@ -13,7 +13,8 @@ from jaxact import _codec
 from jaxact._codec import Action, Bias, Bitmask, Exact, Offload, Quantize
 from jaxact._codec.checks import checked_bits, checked_dtype, checked_int
 from jaxact._decision import Decision, Reason
-from jaxact._residual import Residual
+from jaxact._recompute import Recomputation, checked, recomputation_of
+from jaxact._residual import Residual, is_within
 from jaxact._saved import Saved
 
 # The smallest residuals that together have at most this part of all elements stay
@@ -130,7 +131,7 @@ class Rule(Saved):
         return (
             (self.key is None or r.key == self.key)
             and (self.name is None or _matches_any(r, self.name))
-            and (self.path is None or _is_within(r.path, self.path))
+            and (self.path is None or is_within(r.path, self.path))
             and (self.primitive is None or r.primitive == self.primitive)
             and (self.dtype is None or r.dtype == self.dtype)
             and (self.min_bytes is None or r.exact_bytes >= self.min_bytes)
@@ -154,7 +155,9 @@ class Policy(Saved):
         (`Residual.is_recomputed_from`) get 8.
       rules: each a `Rule`; the first that matches decides.
       recompute: a `jax.checkpoint` policy. The values that it saves are stored, through
-        a codec; the others are recomputed in the backward pass. None: jaxact chooses
+        a codec; the others are recomputed in the backward pass. For some calls, by
+        path: a `Checkpoint`, or several, of which the first that matches a call is for
+        it. None: jaxact chooses
         few values from which the gradient is unbiased (`jaxact._form`); with
         default=Exact(), it stores every residual that `jax.vjp` has.
       default: the action where no rule matches, for every residual that it can store.
@@ -162,7 +165,7 @@ class Policy(Saved):
     Raises:
       ValueError: `bits` is not an integer from 1 to 8.
       TypeError: `rules` is not a tuple of rules, `default` no action, or `recompute` no
-        function.
+        function and no checkpoints.
 
     Example:
       >>> import jaxact
@@ -173,7 +176,7 @@ class Policy(Saved):
     bits: int = 4
     _: dataclasses.KW_ONLY
     rules: tuple[Rule, ...] = ()
-    recompute: Callable[..., Any] | None = None
+    recompute: Recomputation = None
     default: Action | None = None
 
     def __post_init__(self) -> None:
@@ -192,11 +195,7 @@ class Policy(Saved):
                 )
         if self.default is not None:
             _require_action("Policy(default=...)", self.default)
-        if self.recompute is not None and not callable(self.recompute):
-            raise TypeError(
-                f"Policy(recompute={self.recompute!r}): a jax.checkpoint policy is "
-                "required, such as jax.checkpoint_policies.dots_saveable."
-            )
+        object.__setattr__(self, "recompute", checked(self.recompute))
 
     @property
     def action_for_floats(self) -> Action:
@@ -227,6 +226,16 @@ class Policy(Saved):
     def chooses_form(self) -> bool:
         """Whether jaxact chooses which values are stored."""
         return self.recompute is None and not isinstance(self.default, Exact)
+
+    def for_call(self, prefix: str) -> "Policy":
+        """The policy with the `recompute` that the call with this path has.
+
+        That is one function, or None; or a `Checkpoint` that saves nothing.
+        """
+        own = recomputation_of(self.recompute, prefix)
+        if own is self.recompute:
+            return self
+        return dataclasses.replace(self, recompute=own)
 
     def decide(
         self, residual: Residual, *, small_size: int, statistic: bool = False
@@ -271,15 +280,6 @@ def _apply(
 def _matches_any(residual: Residual, pattern: str) -> bool:
     names = (residual.name, *residual.aliases)
     return any(n and fnmatch.fnmatch(n, pattern) for n in names)
-
-
-def _is_within(path: str, pattern: str) -> bool:
-    """Whether a part of `path`, of whole components, matches."""
-    module = pattern.removesuffix("/*") or pattern
-    parts = path.split("/")
-    ends = range(1, len(parts) + 1)
-    runs = ("/".join(parts[i:j]) for j in ends for i in range(j))
-    return any(fnmatch.fnmatchcase(run, module) for run in runs)
 
 
 def _require_action(argument: str, action: object) -> None:

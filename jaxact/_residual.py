@@ -5,6 +5,7 @@ equation that made it, through calls, checkpoints and scans.
 """
 
 import dataclasses
+import fnmatch
 import math
 import os
 from collections.abc import Sequence
@@ -78,9 +79,9 @@ class Residual:
 
         Path, label and call. It is the same in every trace of a program, whatever is
         differentiated and at any batch size. Numbers count the user's own operations,
-        and the lines that make calls with one path; what JAX traces apart (a jitted
-        function, a checkpoint, a scan's body) counts from 0. Calls of one line with
-        one path share keys, as a scan's steps do: a model that is called for each
+        and the places that make calls with one path; what JAX traces apart (a jitted
+        function, a checkpoint, a scan's body) counts from 0. Calls of one place with
+        one path share keys, as a scan's steps do: a model that a loop calls for each
         part of a batch. Calls without any path do not.
         """
         label = self.label or self.name or self.primitive
@@ -101,13 +102,24 @@ class Residual:
         if self.origin not in ("computed", "argument"):
             return self
         path = join_paths(visible(prefix), self.path)
-        return dataclasses.replace(self, path=path, call=_call(prefix) + self.call)
+        return dataclasses.replace(
+            self, path=path, call=call_suffix(prefix) + self.call
+        )
 
     def __str__(self) -> str:
         label = self.name or self.primitive or self.origin
         origin = ", ".join(p for p in (self.path, self.source) if p)
         shape = ",".join(map(str, self.shape))
         return f"{label} {self.dtype}[{shape}]" + (f" ({origin})" if origin else "")
+
+
+def is_within(path: str, pattern: str) -> bool:
+    """Whether a part of `path`, of whole components, matches a glob."""
+    module = pattern.removesuffix("/*") or pattern
+    parts = path.split("/")
+    ends = range(1, len(parts) + 1)
+    runs = ("/".join(parts[i:j]) for j in ends for i in range(j))
+    return any(fnmatch.fnmatchcase(run, module) for run in runs)
 
 
 def join_paths(*paths: str) -> str:
@@ -274,7 +286,7 @@ class Provenance:
                 # Named as in the scan's body, so that a rule means it there and here.
                 path = join_paths(visible(scope), scan_inputs(eqn)[origin.position])
                 return _Origin(
-                    "carry", path=path, source=source, call=_call(scope)
+                    "carry", path=path, source=source, call=call_suffix(scope)
                 ).named(names)
             output = f"[{position}]" if len(eqn.outvars) > 1 else ""
             return _Origin(
@@ -283,7 +295,7 @@ class Provenance:
                 path=visible(scope),
                 source=source,
                 label=self._label(jaxpr, eqn) + output,
-                call=_call(prefix),
+                call=call_suffix(prefix),
             ).named(names)
         if is_literal(v):
             return _Origin("literal").named(names)
@@ -302,7 +314,7 @@ class Provenance:
         return self._origin(jaxpr, jaxpr.outvars[position], scope)
 
 
-def _call(prefix: str) -> str:
+def call_suffix(prefix: str) -> str:
     """The calls and scans in a path that are not the first with theirs."""
     labels = [x for x in labels_in(prefix) if x.kind in ("call", "scan") and x.number]
     return "".join(f"@{label}" for label in labels)

@@ -1,5 +1,6 @@
-"""Strict promotion, one platform, one key."""
+"""Strict promotion, one platform, one key; and what `make test` leaves out."""
 
+import collections
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -16,6 +17,43 @@ hypothesis.settings.register_profile(
     "jaxact", deadline=None, derandomize=True, database=None
 )
 hypothesis.settings.load_profile("jaxact")
+
+# Of the variants of one test, how many `--quick` runs: the first, the last and between.
+VARIANTS = 3
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--quick",
+        action="store_true",
+        help=f"leave out slow and thorough tests, and all but {VARIANTS} variants of "
+        "each other test",
+    )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    """Leave out the tests that `--quick` names; `.ci/run` runs them."""
+    if not config.getoption("quick"):
+        return
+    tests = collections.defaultdict(list)
+    for item in items:
+        if not any(item.iter_markers("slow")) and not any(
+            item.iter_markers("thorough")
+        ):
+            tests[item.path, item.location[2].partition("[")[0]].append(item)
+    kept = [item for variants in tests.values() for item in _some(variants)]
+    left_out = set(items) - set(kept)
+    config.hook.pytest_deselected(items=[i for i in items if i in left_out])
+    items[:] = [item for item in items if item not in left_out]
+
+
+def _some(variants):
+    """`VARIANTS` of them, evenly spaced; all, if there are no more."""
+    steps = min(len(variants), VARIANTS) - 1
+    if not steps:
+        return variants[:1]
+    return [variants[(len(variants) - 1) * i // steps] for i in range(steps + 1)]
 
 
 @pytest.fixture(autouse=True)

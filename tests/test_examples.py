@@ -16,7 +16,7 @@ import pytest
 
 import jaxact
 import jaxact_kernels
-from support.newest import newest
+from support.variants import thorough
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 TOY = "--epochs 6 --batch 64 --channels 16 32 --blocks 1".split()
@@ -102,7 +102,7 @@ def scores(output):
     return {(r["config"], r["seed"]): r["score"] for r in found}
 
 
-@newest
+@thorough
 @pytest.mark.parametrize("task", ["text", "images"])
 def test_training_scores_every_configuration_and_seed(task, tmp_path):
     output = tmp_path / "runs.jsonl"
@@ -150,6 +150,25 @@ def test_models_have_their_published_sizes():
     assert count(jax.eval_shape(init, jax.random.key(0), image)["params"]) == 25_557_032
 
 
+def test_a_head_computes_its_gradient_in_the_dtype_of_its_input():
+    from examples.models.gpt import logits
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = (2, 5, 32), (11, 32), (2, 5, 11)
+    x, head, cotangent = map(jax.random.normal, keys, shapes)
+    plain = lambda x, head: x @ head.T
+    (y, vjp), (wanted, plain_vjp) = jax.vjp(logits, x, head), jax.vjp(plain, x, head)
+    # The same products in float32, summed in another order.
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+    jax.tree.map(close, (y, vjp(cotangent)), (wanted, plain_vjp(cotangent)))
+    x, head = x.astype(jnp.bfloat16), head.astype(jnp.bfloat16)
+    y, vjp = jax.vjp(logits, x, head)
+    assert y.dtype == jnp.float32
+    products = re.findall(r"(\w+)\[[\d,]*\] = dot_general", str(jax.make_jaxpr(vjp)(y)))
+    assert products == ["bf16", "bf16"]
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "recompute_attention", [pytest.param(False, marks=pytest.mark.slow), True]
 )
@@ -237,6 +256,7 @@ def test_a_graph_of_a_file(tmp_path):
         graphs.load(tmp_path / "half.npz")
 
 
+@pytest.mark.thorough
 def test_every_way_of_keeping_starts_from_the_same_network(monkeypatch):
     for package in ("flax", "optax", "sklearn"):
         pytest.importorskip(package)

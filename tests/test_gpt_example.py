@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jaxact
-from support.newest import newest
+from support.variants import thorough
 
 for package in ("flax", "optax", "orbax.checkpoint", "rich"):
     pytest.importorskip(package)
@@ -91,7 +91,7 @@ def tiny(monkeypatch, tmp_path):
     return gpt.training(options)
 
 
-@newest
+@thorough
 def test_a_gpt_resumes_bit_for_bit(tiny, tmp_path):
     import loop
 

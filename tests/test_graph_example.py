@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jaxact
-from support.newest import newest
+from support.variants import thorough
 from test_examples import mib, rows, run
 
 for package in ("flax", "optax", "orbax.checkpoint", "rich"):
@@ -54,7 +54,7 @@ def training(communities, monkeypatch):
     return make
 
 
-@newest
+@thorough
 @pytest.mark.parametrize("net", ["gcn", "gat"])
 @jax.numpy_dtype_promotion("standard")  # as optax asks
 def test_a_graph_is_learned(net, training):
@@ -83,7 +83,7 @@ def test_batches_are_the_same_after_an_interruption(training):
         jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-@newest
+@thorough
 def test_the_graph_example_ends_with_its_memory(communities):
     text = run("graph.py", "--net", "gcn", "--data", communities, "--steps", 2)
     assert "test accuracy" in text and "2/2" in text

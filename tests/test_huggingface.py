@@ -19,10 +19,10 @@ from support.checkpoints import (
     tensors_of,
     write,
 )
-from support.newest import newest
+from support.variants import thorough
 
 load_file = pytest.importorskip("safetensors.numpy").load_file
-pytestmark = [pytest.mark.unoptimized, newest]
+pytestmark = [pytest.mark.unoptimized, thorough]
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 

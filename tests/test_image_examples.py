@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from support.newest import newest
+from support.variants import thorough
 from test_examples import mib, rows, run
 
 PILLOW = pytest.importorskip("PIL.Image")
@@ -80,7 +80,7 @@ def test_folders_say_what_they_lack(folder, tmp_path_factory):
         next(ImageFolders(folder).test_batches(1))
 
 
-@newest
+@thorough
 def test_crops_are_parts_of_the_image(tmp_path):
     """Of a ramp from left to right, up to its mirror image, a crop is a ramp."""
     from examples import folders

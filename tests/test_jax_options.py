@@ -12,8 +12,8 @@ from jax import lax
 from jax.experimental import checkify
 
 import jaxact
-from support.newest import newest
 from support.programs import PROGRAMS, Program, relative_error, same_bits, scalar
+from support.variants import thorough
 
 pytestmark = pytest.mark.unoptimized
 
@@ -80,7 +80,7 @@ PACKED = jaxact.Policy(bits=8)
 each_subject = pytest.mark.parametrize(
     "subject",
     [
-        pytest.param(s, id=s.name, marks=() if s.name == "rules" else newest)
+        pytest.param(s, id=s.name, marks=() if s.name == "rules" else thorough)
         for s in SUBJECTS
     ],
 )

@@ -13,7 +13,7 @@ import pytest
 
 import jaxact
 from support.checkpoints import LLAMA, QWEN2, oracle, tensors_of, write
-from support.newest import newest
+from support.variants import thorough
 from test_examples import mib, rows, run
 
 for package in ("flax", "optax", "orbax.checkpoint", "rich"):
@@ -85,7 +85,7 @@ def training(lora, tmp_path):
 MAPS = ("q", "k", "v", "o", "gate", "up", "down")
 
 
-@newest
+@thorough
 def test_adapters_learn_and_nothing_else_changes(lora, training):
     chosen = training("--steps", 30)
     state = lora.loop.fresh(chosen)

@@ -8,7 +8,7 @@ import pytest
 
 import jaxact
 import jaxact_kernels
-from support.newest import newest
+from support.variants import thorough
 
 jupytext = pytest.importorskip("jupytext")
 
@@ -49,18 +49,18 @@ def assert_whole(notebook):
     assert pictures == sum(cell.source.count("plt.show()") for cell in code) >= 2
 
 
-@newest
+@thorough
 def test_there_are_three():
     assert NAMES == ["fit_a_model_that_did_not_fit", "quickstart", "which_bits"]
 
 
-@newest
+@thorough
 @pytest.mark.parametrize("name", NAMES)
 def test_a_notebook_is_in_step_with_its_py(name):
     assert cells(NOTEBOOKS / f"{name}.ipynb") == cells(NOTEBOOKS / f"{name}.py")
 
 
-@newest
+@thorough
 @pytest.mark.parametrize("name", NAMES)
 def test_committed_outputs_are_whole_small_and_of_no_machine(name):
     path = NOTEBOOKS / f"{name}.ipynb"

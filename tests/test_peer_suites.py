@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from support import peer_suites
-from support.newest import newest
+from support.variants import thorough
 
 ENTRIES = peer_suites.read_table()
 
@@ -58,7 +58,7 @@ def run(folder, suite, source, capsys):
 SUITES = {suite.name: suite for suite in peer_suites.SUITES}
 
 
-@newest
+@thorough
 @pytest.mark.slow
 def test_a_failure_that_the_table_does_not_list_is_new(tmp_path, capsys):
     source = """
@@ -74,7 +74,7 @@ def test_wrong():
     assert "test_wrong\n    assert 1 == 2 -> AssertionError" in printed
 
 
-@newest
+@thorough
 @pytest.mark.slow
 def test_remat_is_replaced_for_tests_and_not_for_libraries(tmp_path, capsys):
     """Only compress leaves a Python scalar as it is."""
@@ -99,7 +99,7 @@ def test_of_a_library():
     assert re.search(r"exact +2 +0 +0 +0\n", printed)
 
 
-@newest
+@thorough
 @pytest.mark.slow
 def test_the_outermost_derivative_is_of_the_compressed_function(tmp_path, capsys):
     source = """

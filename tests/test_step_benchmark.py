@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from support.newest import newest
+from support.variants import thorough
 
 pytest.importorskip("flax")
 pytest.importorskip("optax")
 pytest.importorskip("rich")
 pytestmark = [
     pytest.mark.unoptimized,
-    newest,
+    thorough,
     # A row has a rule for checkpoints, also where its network has none.
     pytest.mark.filterwarnings("ignore::jaxact.CompressionWarning"),
 ]
@@ -33,51 +33,6 @@ def load(monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES / "benchmarks")
     with jax.numpy_dtype_promotion("standard"):  # as Flax asks
         yield importlib.import_module
-
-
-def count(load, f, *shapes):
-    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    return load("flops").flops(jax.make_jaxpr(f)(*args))
-
-
-def test_flops_of_products_and_convolutions(load):
-    assert count(load, lambda x, y: x @ y, (3, 4), (4, 5)) == 2 * 3 * 4 * 5
-    batched = functools.partial(jnp.einsum, "bij,bkj->bik")
-    assert count(load, batched, (7, 3, 4), (7, 5, 4)) == 2 * 7 * 3 * 4 * 5
-    dims = "NHWC", "HWIO", "NHWC"
-    conv = lambda x, k, s, groups=1: jax.lax.conv_general_dilated(
-        x, k, (s, s), "SAME", dimension_numbers=dims, feature_group_count=groups
-    )
-    one = 2 * 3 * 3 * 6  # operations for each element of the output
-    strided = functools.partial(conv, s=2)
-    assert count(load, strided, (2, 8, 8, 6), (3, 3, 6, 5)) == one * 2 * 4 * 4 * 5
-    grouped = functools.partial(conv, s=1, groups=2)
-    assert count(load, grouped, (2, 8, 8, 12), (3, 3, 6, 4)) == one * 2 * 8 * 8 * 4
-    for f in (strided, functools.partial(conv, s=1)):
-        # Both gradients do what the forward does, whatever the stride.
-        gradient = jax.value_and_grad(lambda x, k, f=f: f(x, k).sum(), (0, 1))
-        forward = count(load, f, (2, 8, 8, 6), (3, 3, 6, 5))
-        assert count(load, gradient, (2, 8, 8, 6), (3, 3, 6, 5)) == 3 * forward
-
-
-def test_flops_of_loops_branches_and_recomputation(load):
-    w, x = (4, 4), (3, 4)
-    one = 2 * 3 * 4 * 4
-    layer = lambda x, w: jnp.sin(x @ w)
-    scanned = lambda x, w: jax.lax.scan(lambda x, _: (layer(x, w), None), x, length=5)
-    assert count(load, scanned, x, w) == 5 * one
-    either = lambda x, w: jax.lax.cond(x[0, 0] > 0, layer, lambda x, w: x, x, w)
-    assert count(load, either, x, w) == one
-    loss = lambda layer: lambda x, w: layer(layer(x, w), w).sum()
-    gradient = lambda layer: jax.value_and_grad(loss(jax.jit(layer)), (0, 1))
-    assert count(load, gradient(layer), x, w) == 6 * one
-    assert count(load, gradient(jax.checkpoint(layer)), x, w) == 8 * one
-
-
-def test_flops_that_nothing_needs_are_not_counted(load):
-    both = jax.jit(lambda x, y: jax.lax.optimization_barrier((x @ y, y @ x)))
-    assert count(load, both, (4, 4), (4, 4)) == 4 * 4**3
-    assert count(load, lambda x, y: both(x, y)[1], (4, 4), (4, 4)) == 2 * 4**3
 
 
 def images(load):
@@ -192,3 +147,38 @@ def test_compiling_alone_runs_nothing(command, load, monkeypatch):
     (row,), table = command("--model", "text", "--compile-only", "--ways", OURS)
     assert row["temp_bytes"] > 0 and row["loss"] is None and row["why"] == {}
     assert f"| {OURS} | {row['temp_bytes'] / 2**20:.0f} MiB |" in table
+
+
+def test_predicted_times_are_shown_and_drawn(load, tmp_path):
+    report, runs = load("step_report"), load("step_runs")
+    about = {"network": "net", "about": "a net", "unit": "images", "target": "h100"}
+    about |= {"device": "cpu", "python": "3", "jax": "1", "flax": "1", "jaxact": "1"}
+    about |= {"date": "2026-01-01T00:00", "command": "step.py", "why": {}}
+    part = lambda count: {"kernels": count, "bytes": count * 1e9, "seconds": 1e-3}
+
+    def row(way, seconds, flops):
+        numbers = {
+            "predicted_seconds": seconds,
+            "predicted_kernels": 1234,
+            "flops": flops,
+        }
+        numbers |= {"predicted_bytes": 5e10, "target_bytes": 2**30 * seconds}
+        causes = {"encode": part(3.0), "other": part(47.0)}
+        empty = dict.fromkeys(runs.NUMBERS)
+        return about | empty | numbers | {"way": way, "by_cause": causes}
+
+    rows = [row("uncompressed", 0.020, 1e12), row("checkpoint", 0.025, 1.33e12)]
+    lines = report.markdown(rows).splitlines()
+    assert (
+        "| uncompressed | 20 MiB (1.0x) | 1.00 (20.0 ms) | 1234 | 50.0 | 1 |" in lines
+    )
+    again = (
+        "| checkpoint | 26 MiB (0.8x) | 1.25 (25.0 ms) | 1234 | 50.0 | 1.33 (+33%) |"
+    )
+    assert again in lines
+    assert "|  | encode | other |" in lines and "| checkpoint | 3.0 | 47.0 |" in lines
+    assert [table.row_count for table in report.tables(rows)] == [2, 2]
+    pytest.importorskip("matplotlib")
+    assert [round(point.time, 9) for point in report.points_of(rows)] == [1.0, 1.25]
+    report.plot(rows, tmp_path / "net.png")
+    assert (tmp_path / "net.png").stat().st_size > 1000

@@ -2,7 +2,8 @@
 
   python examples/benchmarks/step.py --small                   a CPU, about 15 minutes
   python examples/benchmarks/step.py                           a GPU
-  python examples/benchmarks/step.py --compile-only --target h100     memory, no GPU
+  python examples/benchmarks/step.py --compile-only --target h100     no GPU: memory and
+                                                         predicted time
   python examples/benchmarks/step.py --model gpt --ways uncompressed "jaxact 4 bits"
 
 A step is value, gradient and AdamW update, its state donated. All ways start from the

@@ -16,7 +16,7 @@ from step_ways import BASE, Way
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import data
-from models import gpt, resnet, vit
+from models import gpt, llama, resnet, vit
 
 # (parameters, statistics, batch) -> (loss, statistics)
 Loss = Callable[[Any, Any, Any], tuple[jax.Array, Any]]
@@ -85,17 +85,18 @@ class Classifier:
 
 @dataclass(frozen=True)
 class Decoder:
-    """A GPT, trained on the characters of Python's help."""
+    """A decoder of text, trained on the characters of Python's help."""
 
     name: str
-    net: gpt.GPT
+    net: gpt.GPT | llama.Llama
     batch: int
     unit: str = "tokens"
 
     @property
     def about(self) -> str:
         size = f"{self.name}, batch {self.batch}, length {self.net.length}, bfloat16"
-        return f"{size}, scanned; attention is recomputed in every row"
+        layers = "scanned" if getattr(self.net, "scanned", True) else "unrolled"
+        return f"{size}, {layers}; attention and logits are computed twice in every row"
 
     @property
     def items(self) -> int:
@@ -121,12 +122,13 @@ class Decoder:
 Network = Classifier | Decoder
 
 
-def decoder(name: str, **size: Any) -> Decoder:
-    """Recomputes attention, as a fused kernel would.
+def decoder(name: str, fused_attention: bool = False, **size: Any) -> Decoder:
+    """Recomputes attention, as a fused kernel does.
 
     Else scores of length x length fill the memory of every way that keeps them.
     """
-    return Decoder(name, gpt.GPT(**size, recompute_attention=True), batch=8)
+    attention = {"fused_attention" if fused_attention else "recompute_attention": True}
+    return Decoder(name, gpt.GPT(**size, **attention), batch=8)
 
 
 FULL: dict[str, Network] = {
@@ -138,8 +140,29 @@ FULL: dict[str, Network] = {
         batch=64,
         arguments=(True,),
     ),
-    "gpt2-small": decoder("GPT-2 small"),
+    "gpt2-small": decoder("GPT-2 small", scanned=False),
+    "gpt2-small-scanned": decoder("GPT-2 small"),
+    "gpt2-small-fused": decoder(
+        "GPT-2 small, fused attention", fused_attention=True, scanned=False
+    ),
     "gpt2-medium": decoder("GPT-2 medium", layers=24, width=1024, heads=16),
+    # The shape of Llama 3.2 1B.
+    "llama-1b": Decoder(
+        "a decoder like Llama, 1.2 billion parameters",
+        llama.Llama(
+            layers=16,
+            width=2048,
+            heads=32,
+            kv_heads=8,
+            head_width=64,
+            hidden=8192,
+            vocabulary=128_256,
+            length=2048,
+            tied=True,
+            recompute_attention=True,
+        ),
+        batch=4,
+    ),
     "vit-b": Classifier(
         name="ViT-B/16",
         module=functools.partial(vit.ViTB16, 1000),
@@ -168,4 +191,7 @@ SMALL: dict[str, Network] = {
         batch=32,
     ),
 }
-NETWORKS = FULL | SMALL
+TINY: dict[str, Network] = {
+    "tiny": decoder("tiny GPT", layers=2, width=32, heads=2, length=32, vocabulary=256),
+}
+NETWORKS = FULL | SMALL | TINY

@@ -1,5 +1,6 @@
 """The results of step.py as text, as Markdown and as a picture."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -14,9 +15,13 @@ NOTE = """\
 time: of a step over that of the uncompressed one, taken in turns: median, quartiles;
 temp: allocated by the compiled step besides arguments and results, gradients included,
 and how many times less than uncompressed; peak: most that the device had allocated;
-loss: of the last step; TFLOP: matrix products and convolutions of a step. Of policies
+loss: of the last step; TFLOP: matrix products and convolutions of a step, and how many
+of them are computed again. Predicted: no measurement, but the time that the compiled
+program takes at least by its bytes, its operations and its launches, over that of the
+uncompressed one; kernels launched; bytes moved between chip and memory. Of policies
 about dots, only dots_saveable saves convolutions; with accumulation a batch norm sees
 a piece of the batch."""
+BY_CAUSE = "Bytes moved, GB, by the cause of the kernels that move them"
 
 
 def memory(key: str) -> Cell:
@@ -31,6 +36,22 @@ def memory(key: str) -> Cell:
 
 def number(key: str, form: str, scale: float = 1.0) -> Cell:
     return lambda row, base: "-" if row[key] is None else format(row[key] / scale, form)
+
+
+def predicted(row: Record, base: Record) -> str:
+    seconds, first = row["predicted_seconds"], base["predicted_seconds"]
+    if seconds is None:
+        return "-"
+    text = f"{seconds * 1e3:.1f} ms"
+    return f"{seconds / first:.2f} ({text})" if first else text
+
+
+def flops(row: Record, base: Record) -> str:
+    if not row["flops"]:
+        return "-"
+    text = f"{row['flops'] / 1e12:.3g}"
+    extra = row["flops"] / base["flops"] - 1 if base["flops"] else 0.0
+    return f"{text} (+{extra:.0%})" if extra > 0.005 else text
 
 
 def time(row: Record, base: Record) -> str:
@@ -49,11 +70,25 @@ def columns(rows: Sequence[Record]) -> dict[str, Cell]:
         "temp_bytes": (f"temp, {kind}", memory("temp_bytes")),
         "target_bytes": (f"temp, {target}", memory("target_bytes")),
         "peak_bytes": ("peak", memory("peak_bytes")),
+        "predicted_seconds": (f"predicted time, {target}", predicted),
+        "predicted_kernels": ("kernels", number("predicted_kernels", ".0f")),
+        "predicted_bytes": ("GB", number("predicted_bytes", ".1f", 1e9)),
         "loss": ("loss", number("loss", ".3f")),
-        "flops": ("TFLOP", number("flops", ".3g", 1e12)),
+        "flops": ("TFLOP", flops),
     }
     has_numbers = lambda key: any(row[key] is not None for row in rows)
     return dict(column for key, column in every.items() if has_numbers(key))
+
+
+def causes(rows: Sequence[Record]) -> list[list[str]]:
+    """The table of bytes by cause: titles, then a line for each way that has them."""
+    found = [row for row in rows if row["by_cause"]]
+    if not found:
+        return []
+    names = list(found[0]["by_cause"])
+    cell = lambda row, name: f"{row['by_cause'][name]['bytes'] / 1e9:.1f}"
+    lines = [[row["way"], *(cell(row, name) for name in names)] for row in found]
+    return [["", *names], *lines]
 
 
 def by_network(rows: Sequence[Record]) -> Iterator[tuple[str, list[Record]]]:
@@ -83,24 +118,39 @@ def reasons(rows: Sequence[Record]) -> list[str]:
 
 def tables(rows: Sequence[Record]) -> Iterator[Table]:
     for _, here in by_network(rows):
-        titles, *lines = cells(here)
-        table = Table(title=here[0]["about"], caption="\n".join(reasons(here)))
-        for title in titles:
-            table.add_column(title, justify="right" if title else "left")
-        for line in lines:
-            table.add_row(*line)
+        table = in_rich(cells(here))
+        table.title, table.caption = here[0]["about"], "\n".join(reasons(here))
         yield table
+        if by_cause := causes(here):
+            table = in_rich(by_cause)
+            table.title = BY_CAUSE
+            yield table
+
+
+def in_rich(lines: Sequence[Sequence[str]]) -> Table:
+    titles, *body = lines
+    table = Table()
+    for title in titles:
+        table.add_column(title, justify="right" if title else "left")
+    for line in body:
+        table.add_row(*line)
+    return table
+
+
+def in_markdown(lines: Sequence[Sequence[str]]) -> str:
+    titles, *body = lines
+    rule = ["---", *(["---:"] * (len(titles) - 1))]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (titles, rule, *body))
 
 
 def markdown(rows: Sequence[Record]) -> str:
     """All tables, and where, when and by which commands they were measured."""
     parts = ["# One training step, in several ways", NOTE]
     for name, here in by_network(rows):
-        titles, *lines = cells(here)
-        rule = ["---", *(["---:"] * (len(titles) - 1))]
-        table = [f"| {' | '.join(line)} |" for line in (titles, rule, *lines)]
-        parts += [f"## {name}", f"{here[0]['about']}.", "\n".join(table)]
+        parts += [f"## {name}", f"{here[0]['about']}.", in_markdown(cells(here))]
         parts += ["\n".join(f"- {reason}" for reason in reasons(here))]
+        if by_cause := causes(here):
+            parts += [f"{BY_CAUSE}:", in_markdown(by_cause)]
     where = ("device", "python", "jax", "flax", "jaxact")
     described = (", ".join(f"{key} {row[key]}" for key in where) for row in rows)
     days = " and ".join(sorted({row["date"][:10] for row in rows}))
@@ -110,7 +160,7 @@ def markdown(rows: Sequence[Record]) -> str:
 
 
 def plot(rows: Sequence[Record], path: Path) -> None:
-    """Time against memory where steps were timed, else memory; a panel a network."""
+    """Time, or else predicted time, against memory; a panel a network."""
     from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
 
     networks = list(by_network(rows))
@@ -125,8 +175,8 @@ def plot(rows: Sequence[Record], path: Path) -> None:
     for axis in axes.flat[len(networks) :]:
         axis.set_axis_off()
     for axis, (name, here) in zip(axes.flat, networks, strict=False):
-        timed = [row for row in here if row["ratio"] and row["temp_bytes"]]
-        (plot_times if timed else plot_bars)(axis, timed or here)
+        points = list(points_of(here))
+        plot_points(axis, points) if points else plot_bars(axis, here)
         axis.set_title(name, fontsize=9)
     figure.savefig(path, dpi=150)
 
@@ -135,18 +185,47 @@ def color(row: Record) -> str:
     return "tab:red" if row["way"].startswith("jaxact") else "tab:gray"
 
 
-def plot_times(axis: Any, rows: Sequence[Record]) -> None:
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """A row in a picture: MiB, time over uncompressed, and quartiles of the latter."""
+
+    row: Record
+    memory: float
+    time: float
+    quartiles: tuple[float, float]
+
+
+def points_of(rows: Sequence[Record]) -> Iterator[Point]:
+    """The rows with a measured time, or if there are none those with a predicted."""
+    timed = [row for row in rows if row["ratio"] and row["temp_bytes"]]
+    for row in timed:
+        low, high = row["quartiles"]
+        yield Point(row, row["temp_bytes"] / 2**20, row["ratio"], (low, high))
+    base = next((row for row in rows if row["way"] == BASE.name), None)
+    if timed or base is None or not base["predicted_seconds"]:
+        return
     for row in rows:
-        x, y, (low, high) = row["temp_bytes"] / 2**20, row["ratio"], row["quartiles"]
-        spread = [[y - low], [high - y]]
-        axis.errorbar(x, y, spread, color=color(row), marker="o", capsize=3)
+        if row["predicted_seconds"]:
+            ratio = row["predicted_seconds"] / base["predicted_seconds"]
+            yield Point(row, row["target_bytes"] / 2**20, ratio, (ratio, ratio))
+
+
+def plot_points(axis: Any, points: Sequence[Point]) -> None:
+    for point in points:
+        low, high = point.quartiles
+        spread = [[point.time - low], [high - point.time]]
+        x, y, shade = point.memory, point.time, color(point.row)
+        axis.errorbar(x, y, spread, color=shade, marker="o", capsize=3)
         offset = dict(xytext=(5, 4), textcoords="offset points")
-        axis.annotate(row["way"], (x, y), fontsize=7, **offset)
+        axis.annotate(point.row["way"], (x, y), fontsize=7, **offset)
     axis.axhline(1, color="gray", linewidth=0.5)
     axis.set_xscale("log")
     axis.set_yscale("log")
+    axis.margins(x=0.2)
+    is_measured = any(point.row["ratio"] for point in points)
     axis.set_xlabel("temp memory of the compiled step, MiB")
-    axis.set_ylabel("time of a step, uncompressed is 1")
+    kind = "time" if is_measured else "predicted time"
+    axis.set_ylabel(f"{kind} of a step, uncompressed is 1")
 
 
 def plot_bars(axis: Any, rows: Sequence[Record]) -> None:

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import optax
 from environment import environment
 from flax import struct
-from flops import flops
 from step_networks import NETWORKS, Network
 from step_ways import BASE, WAYS, Way
 
@@ -24,7 +23,9 @@ import jaxact
 Record = dict[str, Any]
 NUMBERS = (
     *("flops", "temp_bytes", "target_bytes", "peak_bytes"),
-    *("ratio", "quartiles", "items_per_second", "loss"),
+    *("predicted_seconds", "predicted_kernels", "predicted_bytes", "by_cause"),
+    *("ratio", "quartiles", "seconds", "items_per_second", "loss"),
+    "compiled_peak_bytes",
 )
 
 
@@ -34,7 +35,7 @@ class Effort:
 
     Attributes:
       steps: that are trained; the first one is not timed. 0: compile, but run nothing.
-      target: a GPU whose compiler is asked for memory; None: none.
+      target: a GPU whose compiler is asked for memory and time; None: none.
       here: whether to compile for this machine.
     """
 
@@ -119,10 +120,15 @@ def measure(network: str, way: str, effort: Effort) -> Record:
       flops: of a step's matrix products and convolutions.
       temp_bytes, target_bytes: allocated by the step compiled for this machine, and
         for the target, besides its arguments and results.
-      peak_bytes: the most that the device had allocated, arguments included. It counts
+      predicted_seconds, predicted_kernels, predicted_bytes, by_cause: as
+        `jaxact.predicted_time` has them for the target.
+      compiled_peak_bytes: the most that the step compiled for this machine allocates,
+        arguments included.
+      peak_bytes: the most that the device had allocated. It counts
         over the life of a process, so this must be the first row that one measures.
         None: the device does not count.
       ratio, quartiles: of times, over those of the uncompressed step.
+      seconds: the median time.
       items_per_second: at the median time.
       loss: of the last step.
     """
@@ -150,16 +156,34 @@ def measure(network: str, way: str, effort: Effort) -> Record:
 
 
 def count(subject: Trainer) -> Record:
-    return {"flops": flops(subject.step.trace(*subject.shapes).jaxpr)}
+    return {"flops": jaxact.count_flops(subject.step, *subject.shapes)}
 
 
 def compile_here(subject: Trainer) -> Record:
-    return {"temp_bytes": subject.compiled.memory_analysis().temp_size_in_bytes}
+    """Of memory, and on a GPU of time: the compiler's own cache has the step then."""
+    memory = subject.compiled.memory_analysis()
+    peak = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    peak += memory.temp_size_in_bytes - memory.alias_size_in_bytes
+    found = {"temp_bytes": memory.temp_size_in_bytes, "compiled_peak_bytes": peak}
+    if jax.default_backend() == "gpu":
+        found |= prediction(jaxact.predicted_time(subject.step, *subject.shapes))
+    return found
 
 
 def compile_for(target: str | None, subject: Trainer) -> Record:
-    memory = jaxact.memory(subject.step, *subject.shapes, target=target)
-    return {"target_bytes": memory.temp_bytes}
+    found = jaxact.predicted_time(subject.step, *subject.shapes, target=target)
+    return {"target_bytes": found.memory.temp_bytes} | prediction(found)
+
+
+def prediction(found: jaxact.PredictedTime) -> Record:
+    numbers = "kernels", "bytes", "seconds"
+    return {
+        **{f"predicted_{name}": getattr(found, name) for name in numbers},
+        "by_cause": {
+            cause: {name: getattr(row, name) for name in numbers}
+            for cause, row in found.by_cause.items()
+        },
+    }
 
 
 class Run:
@@ -190,6 +214,7 @@ def race(subject: Trainer, rival: Trainer, steps: int) -> Record:
     return {
         "ratio": middle,
         "quartiles": [low, high],
+        "seconds": seconds,
         "items_per_second": subject.network.items / seconds,
         "loss": float(ours.loss),
     }

@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from models.gpt import logits
 
 Layer = dict[str, Any]
 Block = Callable[[Layer, jax.Array], jax.Array]
@@ -130,7 +131,7 @@ class Llama:
     def logits(self, params: dict[str, Any], x: jax.Array) -> jax.Array:
         """float32 [..., vocabulary] of features [..., width]."""
         head = params["tokens" if self.tied else "head"].astype(x.dtype)
-        return jnp.dot(x, head.T, preferred_element_type=jnp.float32)
+        return logits(x, head)
 
     def loss(
         self, params: dict[str, Any], tokens: jax.Array, block: Block | None = None
@@ -144,9 +145,9 @@ class Llama:
         @jax.checkpoint
         def one(total: jax.Array, sequence: Any) -> tuple[jax.Array, None]:
             x, targets = sequence
-            logits = self.logits(params, x)
-            chosen = jnp.take_along_axis(logits, targets[:, None], -1)[:, 0]
-            return total + (jax.nn.logsumexp(logits, -1) - chosen).sum(), None
+            scores = self.logits(params, x)
+            chosen = jnp.take_along_axis(scores, targets[:, None], -1)[:, 0]
+            return total + (jax.nn.logsumexp(scores, -1) - chosen).sum(), None
 
         total, _ = lax.scan(one, jnp.float32(0), (features, tokens[:, 1:]))
         return total / tokens[:, 1:].size

@@ -26,11 +26,12 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jaxact._checkpoint_policies import PACKED_NAME
 from jaxact._codec import Exact
 from jaxact._decision import Decision
+from jaxact._engine.checkpointed import checkpointed
 from jaxact._engine.lines import user_line
 from jaxact._engine.number import Site, number_in_trace
 from jaxact._engine.outputs import independent_outputs, select_outputs, when_all
-from jaxact._engine.planning import CallKey, plan_call
 from jaxact._engine.passes import Passes
+from jaxact._engine.planning import CallKey, plan_call
 from jaxact._engine.scan import CompressBody, contains_scan
 from jaxact._engine.seeds import salted, seed_at
 from jaxact._engine.storage import Draw, Packed, Storage
@@ -41,8 +42,10 @@ from jaxact._jaxpr.types import Array, PyTree
 from jaxact._plan.mark import CompressedCall, mark, mark_call
 from jaxact._plan.storage import StoragePlan
 from jaxact._policy import Policy
+from jaxact._recompute import Checkpoint
 from jaxact._residual import join_paths
 from jaxact._trace import Argument, Flat, Static, TraceCache, is_inexact, trace
+from jaxact._using import Override, current_override
 
 
 def call_compressed(
@@ -62,6 +65,7 @@ def call_compressed(
 
     Args:
       describe: each argument's label and kind.
+      policy: of the call; a context may replace it (`using`).
       seed: uint32 scalar, for the rounding noise.
       name: the class or function that the user compressed, for messages.
       cache: of `f`'s earlier traces.
@@ -70,22 +74,35 @@ def call_compressed(
       path: of the call, below that; its operations have it already.
     """
     title = getattr(name or f, "__qualname__", str(name or f))
+    override = current_override()
+    policy = policy if override is None else override.policy
     flat, values, rebuild = trace(f, args, kwargs, describe, cache)
     above = current_path() if above is None else above
     line = user_line()
-    site = Site(title, line.filename, line.number)
+    site = Site(title, line.filename, line.number, line.instruction)
     number = number_in_trace(join_paths(above, path), site)
     inside = flat.inside(path) if path else None
     flat, scope = (flat, "") if inside is None else (inside, path)
     flat = flat.first_alike.labelled
     prefix = join_paths(above, Label("call", number.at_path).component, scope)
-    report = functools.partial(notice, policy, title)
+    report = functools.partial(_report, policy, title, override)
     values = [jnp.asarray(v) if isinstance(v, np.ndarray) else v for v in values]
-    engine = Engine(policy, prefix, title, report)
+    engine = Engine(policy, prefix, title, report, path="" if scope else path)
     seed = salted(seed, "call", number.total)
     with jax.named_scope(scope) if scope else contextlib.nullcontext():
         outputs = engine(flat, Draw(seed, {}), values)
     return rebuild(outputs)
+
+
+def _report(
+    policy: Policy,
+    title: str,
+    override: Override | None,
+    decisions: Sequence[Decision],
+) -> None:
+    notice(policy, title, decisions)
+    if override is not None and override.observer is not None:
+        override.observer(decisions)
 
 
 def seed_from(key: jax.Array | None) -> Array:
@@ -139,6 +156,9 @@ class Engine:
       name: the compressed function, for messages.
       report: hears a call's decisions when it is first differentiated.
       storage: encodes and decodes the residuals.
+      is_checkpointed: whether the call is in a checkpoint that the policy asked for,
+        and nothing else in it is computed again; or is that checkpoint.
+      path: of the call, below the prefix; its operations have it already.
     """
 
     policy: Policy
@@ -146,11 +166,25 @@ class Engine:
     name: str
     report: Callable[[Sequence[Decision]], None] = _ignore
     storage: Storage = ActionStorage()
+    is_checkpointed: bool = False
+    path: str = ""
+
+    @property
+    def own_policy(self) -> Policy:
+        """The policy with this call's `recompute`."""
+        if self.is_checkpointed:
+            return replace(self.policy, recompute=None)
+        return self.policy.for_call(join_paths(self.prefix, self.path))
 
     def __call__(
         self, flat: Flat, draw: Draw, values: Sequence[Array]
     ) -> list[jax.Array]:
         """Evaluate `flat(*values)`, keeping compressed residuals for its derivative."""
+        if isinstance(self.own_policy.recompute, Checkpoint):
+            engine = replace(self, is_checkpointed=True)
+            run = functools.partial(engine, flat)
+            outer, inputs = checkpointed(flat, draw, values, run)
+            return engine(outer, draw, inputs)
         groups = independent_outputs(flat)
         engine = replace(self, report=when_all(len(groups), self.report))
         outputs: dict[int, jax.Array] = {}
@@ -168,7 +202,7 @@ class Engine:
             body: Flat, draw: Draw, values: Sequence[Array], scope: str
         ) -> list[jax.Array]:
             prefix = join_paths(self.prefix, scope)
-            inner = replace(self, prefix=prefix, report=decisions.extend)
+            inner = replace(self, prefix=prefix, report=decisions.extend, path="")
             own = draw._replace(seed=salted(draw.seed, "scan", next(scans)))
             return inner(body, own, values)
 
@@ -223,9 +257,8 @@ class _Rule:
         """The outputs, where nothing is differentiated."""
         if not draw.probe:  # a call that measures is not measured again
             engine = self.engine
-            mark_call(
-                draw.seed, CompressedCall(self.flat, engine.policy, engine.prefix)
-            )
+            own = CompressedCall(self.flat, engine.own_policy, engine.prefix)
+            mark_call(draw.seed, own)
         return self.flat(*values)
 
     def forward(
@@ -282,7 +315,7 @@ class _Rule:
         engine, flat = self.engine, self.flat.first_alike
         key = CallKey(
             flat,
-            engine.policy,
+            engine.own_policy,
             engine.storage,
             engine.prefix if contains_scan(flat.jaxpr) else None,
             active,

@@ -14,11 +14,14 @@ class Line(NamedTuple):
     """A line in the user's program.
 
     Attributes:
+      instruction: the offset of the call in its function's byte code, which tells apart
+        the calls of one line.
       names: its module's global names.
     """
 
     filename: str
     number: int
+    instruction: int
     names: dict[str, Any]
 
 
@@ -29,7 +32,8 @@ def user_line() -> Line:
     while frame is not None and _package(frame.f_globals) in _LIBRARIES:
         frame = frame.f_back
     frame = frame or innermost
-    return Line(frame.f_code.co_filename, frame.f_lineno, frame.f_globals)
+    code = frame.f_code
+    return Line(code.co_filename, frame.f_lineno, frame.f_lasti, frame.f_globals)
 
 
 def _package(names: dict[str, object]) -> str:

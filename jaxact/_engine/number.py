@@ -25,15 +25,18 @@ _TRACES = 1024
 
 
 class Site(NamedTuple):
-    """A line that calls a compressed function.
+    """A place in the user's program that calls a compressed function.
 
     Attributes:
       name: the function's.
+      line: its number in the file.
+      instruction: as in `Line`.
     """
 
     name: str
     filename: str
-    number: int
+    line: int
+    instruction: int
 
 
 class _Trace:

@@ -23,7 +23,6 @@ from jaxact._engine.storage import Probe, Storage
 from jaxact._jaxpr.compat import barrier
 from jaxact._jaxpr.evaluate import evaluate, in_mesh_of
 from jaxact._jaxpr.opaque import hide
-from jaxact._jaxpr.primitives import FUSED
 from jaxact._jaxpr.read import is_float
 from jaxact._jaxpr.types import Array, Env, PyTree, Var
 from jaxact._plan.mark import will_be_rounded
@@ -42,7 +41,9 @@ class Passes:
     plan: StoragePlan
     storage: Storage
 
-    def forward(self, seed: Array, settings: Probe, inputs: Sequence[Array]) -> _Forward:
+    def forward(
+        self, seed: Array, settings: Probe, inputs: Sequence[Array]
+    ) -> _Forward:
         """Evaluate a call, and store its residuals.
 
         Args:
@@ -70,7 +71,9 @@ class Passes:
         if not _is_traced((packed, kept, cotangents)):
             return self._backward(keys, (), packed, kept, cotangents)
         outputs = self.plan.forward.jaxpr.outvars
-        zeros = tuple(c.aval if isinstance(c, SymbolicZero) else None for c in cotangents)
+        zeros = tuple(
+            c.aval if isinstance(c, SymbolicZero) else None for c in cotangents
+        )
         arrays = [
             np.asarray(c, v.aval.dtype) if isinstance(c, int | float | complex) else c
             for c, v in zip(cotangents, outputs, strict=False)
@@ -127,7 +130,7 @@ class Passes:
         x = will_be_rounded(env[v], decision)
         if v in plan.normalized:
             x = plan.normalized[v].apply(x, env)
-        is_fused = v in plan.normalized or decision.residual.primitive in FUSED
+        is_fused = v in plan.fused
 
         def encode(x: jax.Array, seed: jax.Array) -> PyTree:
             return self.storage.encode(decision, x, seed, setting, is_fused=is_fused)
@@ -155,9 +158,7 @@ class Passes:
         return backward_pass(self.plan, self.storage, keys, packed, kept, cotangents)
 
 
-def _inputs(
-    plan: StoragePlan, inputs: Sequence[Array], consts: Sequence[Array]
-) -> Env:
+def _inputs(plan: StoragePlan, inputs: Sequence[Array], consts: Sequence[Array]) -> Env:
     """The forward program's inputs and constants by variable."""
     jaxpr = plan.forward.jaxpr
     env: Env = dict(zip(jaxpr.constvars, consts, strict=True))

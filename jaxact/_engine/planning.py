@@ -17,7 +17,6 @@ from jaxact._jaxpr.rewrite import new_variable, with_inputs
 from jaxact._jaxpr.types import Array
 from jaxact._plan.each import plan_each_residual
 from jaxact._plan.forward import Forward, ForwardTrace
-from jaxact._plan.storage import StoragePlan
 from jaxact._policy import Policy
 from jaxact._trace import Flat, Kind
 
@@ -138,6 +137,7 @@ def _differentiable(
     if contains_scan(flat.jaxpr):
         run = push_into_scans(flat, compress_body)
     if policy.recompute is not None:
+        assert callable(policy.recompute), "of one call, see Policy.for_call"
         keep = SaveEither(policy.recompute, save_packed)
         run = jax.checkpoint(run, policy=keep)
     return lambda draw, *values: run(draw, *widen(values))

@@ -88,6 +88,7 @@ def plan_bases(
 
 def flattened(forward: Forward) -> Forward:
     """A forward program with its calls, cells and pools inlined."""
+
     def body(eqn: Eqn) -> Body | None:
         return cell_body(eqn) or pool_body(eqn) or inlinable_body(eqn)
 

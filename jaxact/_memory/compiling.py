@@ -40,12 +40,7 @@ def trace_and_compile(
     options: dict[str, Any] | None = None,
 ) -> tuple[Traced, Compiled]:
     """The traced step and the compiled one, as `compile_step`."""
-    if not callable(step):
-        raise TypeError(
-            f"jaxact: got a value of type {type(step).__name__}; a step is required, a "
-            "function such as jax.grad(loss), and its arguments after it."
-        )
-    traceable: Any = step if hasattr(step, "trace") else jax.jit(step)
+    traceable = _traceable(step)
     if target is None:
         traced = traceable.trace(*args, **kwargs)
         return _own(traced), traced.lower().compile(options)
@@ -56,6 +51,23 @@ def trace_and_compile(
         traced = traceable.trace(*args, **kwargs)
         lowered = traced.lower(lowering_platforms=("cuda",))
         return _own(traced), lowered.compile(options)
+
+
+def trace(
+    step: Callable[..., object], args: Sequence[object], kwargs: dict[str, Any]
+) -> Traced:
+    """The step traced for the local backend."""
+    return _own(_traceable(step).trace(*args, **kwargs))
+
+
+def _traceable(step: Callable[..., object]) -> Any:
+    """The step itself if it is jitted, else jitted."""
+    if not callable(step):
+        raise TypeError(
+            f"jaxact: got a value of type {type(step).__name__}; a step is required, a "
+            "function such as jax.grad(loss), and its arguments after it."
+        )
+    return step if hasattr(step, "trace") else jax.jit(step)
 
 
 def _own(traced: Any) -> Traced:

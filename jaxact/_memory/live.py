@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jax.stages import Traced
+from jax.stages import Compiled, Traced
 
 from jaxact._memory import wire
 from jaxact._memory.buffers import Buffer, Heap, read_heap
@@ -168,7 +168,7 @@ def live(
       >>> [(row.kind, row.bytes >> 20) for row in found.rows]
       [('argument', 4), ('output', 4), ('temporary', 4)]
     """
-    return describe(step, args, kwargs, target)[1]
+    return describe(step, args, kwargs, target)[2]
 
 
 def describe(
@@ -176,8 +176,8 @@ def describe(
     args: Sequence[object],
     kwargs: dict[str, Any],
     target: str | None,
-) -> tuple[Traced, Live]:
-    """The traced step, and the arrays of the compiled one; see `live`."""
+) -> tuple[Traced, Compiled, Live]:
+    """The step traced and compiled, and the arrays of the latter; see `live`."""
     with tempfile.TemporaryDirectory() as folder:
         options = {
             "xla_dump_to": folder,
@@ -195,7 +195,7 @@ def describe(
             )
         with open(max(files, key=os.path.getsize), "rb") as file:
             heap = read_heap(wire.read(file.read()))
-    return traced, _live(heap, measure(compiled))
+    return traced, compiled, _live(heap, measure(compiled))
 
 
 def _live(heap: Heap, memory: Memory) -> Live:

@@ -3,16 +3,35 @@
 XLA's GPU compiler needs a description of the device, not the device. The numbers are
 those that XLA reads from an attached board, in the fields that every supported JAX
 version knows; where openxla/xla describes no such board (T4, L4, RTX 4090, A10G) those
-of NVIDIA's data sheets.
+of NVIDIA's data sheets. Peak rates are no part of that description and always from
+the data sheets: of tensor cores without sparsity, of the link to the host in one
+direction, half of the sum that is printed there.
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+# Lanes of a multiprocessor that add, compare, shift or convert integers each clock: the
+# same from 7.0 to 10.0 (CUDA C++ Programming Guide, throughput of instructions).
+_INTEGER_LANES = 64
+# The capability with which tensor cores take bfloat16 and float32, the latter rounded
+# to TF32 at half the rate; before, such products run where all other arithmetic does.
+_TENSOR_FLOATS = (8, 0)
+_TENSOR_INT8 = (7, 5)
+_TENSOR_FLOAT8 = (8, 9)
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU model, as the compiler needs to know it."""
+    """One GPU model: what the compiler needs to know, and its peak rates.
+
+    Attributes:
+      bytes_per_second: of its memory.
+      host_bytes_per_second: between its memory and the host's, in one direction.
+      half_flops: operations a second in float16 matrix products summed in float32.
+      double_flops: in float64 matrix products.
+    """
 
     name: str
     cores: int  # streaming multiprocessors
@@ -24,6 +43,9 @@ class Gpu:
     l2_bytes: int
     shared_bytes_per_core: int
     shared_bytes_per_block: int  # with opt-in
+    host_bytes_per_second: int
+    half_flops: float
+    double_flops: float
     threads_per_core: int = 2048
 
     @property
@@ -31,6 +53,35 @@ class Gpu:
         """As NVIDIA writes it: '8.6'."""
         numbers = re.findall(r"m(?:aj|in)or: (\d+)", self.capability)
         return ".".join([*numbers, "0"][:2])
+
+    @property
+    def alu_flops(self) -> float:
+        """Float32 operations a second outside tensor cores; a multiply-add is two."""
+        return 2e9 * self.clock_ghz * self.cores * self.fpus_per_core
+
+    @property
+    def integer_operations(self) -> float:
+        """Additions, shifts, comparisons or conversions of integers a second."""
+        return 1e9 * self.clock_ghz * self.cores * _INTEGER_LANES
+
+    @property
+    def peak_flops(self) -> Mapping[str, float]:
+        """Operations a second in matrix products and convolutions, by dtype.
+
+        A multiply-add is two. float32 is JAX's default precision: TF32 where there is
+        any. Another dtype runs at `alu_flops`.
+        """
+        half, alu = self.half_flops, self.alu_flops
+        capability = tuple(map(int, self.compute_capability.split(".")))
+        has_floats = capability >= _TENSOR_FLOATS
+        return {
+            "float16": half,
+            "bfloat16": half if has_floats else alu,
+            "float32": half / 2 if has_floats else alu,
+            "float64": self.double_flops,
+            "int8": 2 * half if capability >= _TENSOR_INT8 else alu,
+            "float8": 2 * half if capability >= _TENSOR_FLOAT8 else half,
+        }
 
     @property
     def description(self) -> str:
@@ -75,6 +126,9 @@ TARGETS = {
         l2_bytes=6 * 2**20,
         shared_bytes_per_core=96 * 2**10,
         shared_bytes_per_block=96 * 2**10,
+        host_bytes_per_second=16_000_000_000,
+        half_flops=125e12,
+        double_flops=7.8e12,
     ),
     "t4": Gpu(
         name="Tesla T4",
@@ -87,6 +141,9 @@ TARGETS = {
         l2_bytes=4 * 2**20,
         shared_bytes_per_core=64 * 2**10,
         shared_bytes_per_block=64 * 2**10,
+        host_bytes_per_second=16_000_000_000,
+        half_flops=65e12,
+        double_flops=0.254e12,
         threads_per_core=1024,
     ),
     "a10g": Gpu(
@@ -100,6 +157,9 @@ TARGETS = {
         l2_bytes=6 * 2**20,
         shared_bytes_per_core=100 * 2**10,
         shared_bytes_per_block=99 * 2**10,
+        host_bytes_per_second=32_000_000_000,
+        half_flops=70e12,
+        double_flops=0.547e12,
         threads_per_core=1536,
     ),
     "l4": Gpu(
@@ -113,6 +173,9 @@ TARGETS = {
         l2_bytes=48 * 2**20,
         shared_bytes_per_core=100 * 2**10,
         shared_bytes_per_block=99 * 2**10,
+        host_bytes_per_second=32_000_000_000,
+        half_flops=121e12,
+        double_flops=0.473e12,
         threads_per_core=1536,
     ),
     "rtx4090": Gpu(
@@ -126,6 +189,9 @@ TARGETS = {
         l2_bytes=72 * 2**20,
         shared_bytes_per_core=100 * 2**10,
         shared_bytes_per_block=99 * 2**10,
+        host_bytes_per_second=32_000_000_000,
+        half_flops=165.2e12,
+        double_flops=1.29e12,
         threads_per_core=1536,
     ),
     "a100": Gpu(
@@ -139,6 +205,9 @@ TARGETS = {
         l2_bytes=40 * 2**20,
         shared_bytes_per_core=164 * 2**10,
         shared_bytes_per_block=163 * 2**10,
+        host_bytes_per_second=32_000_000_000,
+        half_flops=312e12,
+        double_flops=19.5e12,
     ),
     "h100": Gpu(
         name="NVIDIA H100 80GB HBM3",
@@ -151,6 +220,9 @@ TARGETS = {
         l2_bytes=50 * 2**20,
         shared_bytes_per_core=228 * 2**10,
         shared_bytes_per_block=227 * 2**10,
+        host_bytes_per_second=64_000_000_000,
+        half_flops=989.4e12,
+        double_flops=66.9e12,
     ),
     "h200": Gpu(
         name="NVIDIA H200",
@@ -163,6 +235,9 @@ TARGETS = {
         l2_bytes=50 * 2**20,
         shared_bytes_per_core=228 * 2**10,
         shared_bytes_per_block=227 * 2**10,
+        host_bytes_per_second=64_000_000_000,
+        half_flops=989.4e12,
+        double_flops=66.9e12,
     ),
     "b200": Gpu(
         name="NVIDIA B200",
@@ -175,6 +250,9 @@ TARGETS = {
         l2_bytes=132_644_864,
         shared_bytes_per_core=228 * 2**10,
         shared_bytes_per_block=227 * 2**10,
+        host_bytes_per_second=64_000_000_000,
+        half_flops=2250e12,
+        double_flops=37e12,
     ),
 }
 

@@ -5,6 +5,7 @@ outputs followed by the residuals, so where each residual comes from can be read
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -14,8 +15,19 @@ import numpy as np
 from jax.extend import core as jex
 
 from jaxact._jaxpr.compat import open_jaxpr
+from jaxact._jaxpr.primitives import RESHAPES
+from jaxact._jaxpr.read import is_literal
 from jaxact._jaxpr.rewrite import with_outputs
-from jaxact._jaxpr.types import Array, Atom, ClosedJaxpr, Eqn, Jaxpr, Var
+from jaxact._jaxpr.types import (
+    Array,
+    Atom,
+    ClosedJaxpr,
+    Dtype,
+    Eqn,
+    Jaxpr,
+    Producers,
+    Var,
+)
 from jaxact._trace import Static
 
 T = TypeVar("T")
@@ -37,6 +49,15 @@ class Backward:
     cotangents: tuple[Var, ...]
     eqns: tuple[Eqn, ...]
     gradients: tuple[Atom, ...]
+
+    @functools.cached_property
+    def gradient_dtypes(self) -> list[Dtype]:
+        """For each gradient the narrowest type that holds it without loss.
+
+        The gradient of a weight that the program casts is cast last.
+        """
+        producers = {v: eqn for eqn in self.eqns for v in eqn.outvars}
+        return [_narrowest(v, producers) for v in self.gradients]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -150,6 +171,27 @@ def _forward(closed: ClosedJaxpr, counts: _Counts) -> Forward:
     )
     jaxpr = with_outputs(jaxpr, eqns[:end], outvars[:stop])
     return Forward(jaxpr, tuple(consts), counts.outputs, counts.vjp_tree, backward)
+
+
+def _narrowest(v: Atom, producers: Producers) -> Dtype:
+    """The narrowest type that `v` has been widened from, and only moved since."""
+    dtype, moves = v.aval.dtype, RESHAPES | {"convert_element_type"}
+    while not is_literal(v) and v in producers:
+        if producers[v].primitive.name not in moves:
+            break
+        v = producers[v].invars[0]
+        if not _is_widened(v.aval.dtype, dtype):
+            break
+        dtype = v.aval.dtype
+    return dtype
+
+
+def _is_widened(narrow: Dtype, wide: Dtype) -> bool:
+    """Whether every value of one floating type is one of the other."""
+    if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in (narrow, wide)):
+        return False
+    a, b = jnp.finfo(narrow), jnp.finfo(wide)
+    return a.nmant <= b.nmant and a.maxexp <= b.maxexp and a.minexp >= b.minexp
 
 
 def _cotangent(x: Array) -> Any:

@@ -80,9 +80,7 @@ def will_be_rounded(x: jax.Array, decision: Decision) -> jax.Array:
 def _batch_mark(
     args: Sequence[Array], dims: Axes, *, shape: Shape, **params: object
 ) -> tuple[Any, Any]:
-    size = next(
-        x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None
-    )
+    size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
     return mark_p.bind(*args, shape=(size, *shape), **params), dims
 
 

@@ -16,10 +16,12 @@ import numpy as np
 from jaxact._codec import Exact
 from jaxact._decision import Decision
 from jaxact._jaxpr.evaluate import bind, value_of
+from jaxact._jaxpr.primitives import FUSED
 from jaxact._jaxpr.read import variables_in
 from jaxact._jaxpr.rewrite import prune
 from jaxact._jaxpr.types import ClosedJaxpr, Dtype, Env, Eqn, Var
 from jaxact._plan.forward import Forward
+from jaxact._plan.fusion import in_memory
 from jaxact._policy import Policy
 
 
@@ -143,6 +145,18 @@ class StoragePlan:
         )
         decisions = tuple(self.decisions.items())
         return decisions, self.kept, replay, self.all_decisions, normalized
+
+    @functools.cached_property
+    def fused(self) -> frozenset[Var]:
+        """Packed variables that are computed where their encoding reads them."""
+        forward = self.forward
+        whole = in_memory(forward.jaxpr, forward.jaxpr.outvars[: forward.num_outputs])
+        return frozenset(
+            v
+            for v in self.packed
+            if v in self.normalized
+            or (self.decisions[v].residual.primitive in FUSED and v not in whole)
+        )
 
     @functools.cached_property
     def program(self) -> ClosedJaxpr:

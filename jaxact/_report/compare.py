@@ -17,6 +17,7 @@ from jaxact._memory.live import describe
 from jaxact._report.step import count_products, step_program, step_residuals
 from jaxact._saved import Saved
 from jaxact._tabular import SMALL_SHARE, Column, Tabular, bytes_text
+from jaxact._time.predicted import gpu_for, predict
 
 # Stored residuals that shrink by more than a tenth should show in the compiled step.
 _SMALLER = 0.9
@@ -38,6 +39,8 @@ class ComparedStep(Saved):
         type and could be written over them.
       memory: as `jaxact.memory` gives it.
       at_peak: arrays that live at the compiled peak, see `jaxact.live`.
+      predicted_seconds: the least that it takes on a GPU, see `jaxact.predicted_time`;
+        None where the step is compiled for a device whose rates are not known.
     """
 
     name: str
@@ -48,6 +51,7 @@ class ComparedStep(Saved):
     donatable_bytes: int
     memory: Memory
     at_peak: tuple[LiveArray, ...]
+    predicted_seconds: float | None = None
 
     @property
     def gradient_bytes(self) -> int:
@@ -141,6 +145,11 @@ def _besides(step: ComparedStep) -> list[str]:
     return [f"at the peak of {step.name!r}: {'; '.join(parts)}"] if parts else []
 
 
+def _milliseconds(step: ComparedStep) -> str:
+    seconds = step.predicted_seconds
+    return "" if seconds is None else f"{seconds * 1e3:.3g} ms"
+
+
 _COLUMNS: list[Column[ComparedStep]] = [
     Column("step", lambda row: row.name),
     Column("residuals", lambda row: bytes_text(row.residual_bytes), is_number=True),
@@ -148,6 +157,7 @@ _COLUMNS: list[Column[ComparedStep]] = [
     Column("temp", lambda row: bytes_text(row.memory.temp_bytes), is_number=True),
     Column("peak", lambda row: bytes_text(row.memory.peak_bytes), is_number=True),
     Column("products", lambda row: str(row.products), is_number=True),
+    Column("predicted", _milliseconds, is_number=True),
     Column("compile", lambda row: f"{row.compile_seconds:.1f} s", is_number=True),
 ]
 
@@ -171,7 +181,7 @@ def compare(
 
     Returns:
       A `Comparison`: residual and stored bytes, compiled temporaries and peak, matrix
-      products and convolutions, seconds to compile.
+      products and convolutions, the time predicted for a GPU, seconds to compile.
 
     Raises:
       TypeError: `steps` is not a mapping from names to functions.
@@ -215,8 +225,9 @@ def _row(
     target: str | None,
 ) -> ComparedStep:
     start = time.perf_counter()
-    traced, live = describe(step, args, kwargs, target)
+    traced, compiled, live = describe(step, args, kwargs, target)
     seconds = time.perf_counter() - start
+    gpu = gpu_for(target)
     program = step_program(traced.jaxpr)
     table = step_residuals(program)
     return ComparedStep(
@@ -228,6 +239,7 @@ def _row(
         donatable_bytes=_donatable_bytes(traced),
         memory=live.memory,
         at_peak=live.rows,
+        predicted_seconds=predict(compiled, gpu).seconds if gpu else None,
     )
 
 

@@ -7,8 +7,8 @@ from jaxact._jaxpr.compat import custom_vjp_body, open_jaxpr
 from jaxact._jaxpr.read import call_body, variables_in
 from jaxact._jaxpr.rewrite import without_unused
 from jaxact._jaxpr.types import ClosedJaxpr, Eqn, Jaxpr, Var
-from jaxact._report.residuals import tabulate
 from jaxact._report.table import ResidualRow, ResidualTable
+from jaxact._report.tabulate import tabulate
 
 _PRODUCTS = frozenset(
     ["dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"]

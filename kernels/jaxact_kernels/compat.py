@@ -13,6 +13,9 @@ from jax.interpreters.mlir import LoweringRuleContext
 # A traced program with its constants. Newer JAX has the name for old callers alone.
 Program = jex.ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
 
+# Before, a layout constraint gathers an array that is sharded.
+LAYOUTS_KEEP_SHARDINGS = jax.__version_info__ >= (0, 12)
+
 
 @functools.cache
 def needs_devices() -> Program:

@@ -53,6 +53,13 @@ class Operation(abc.ABC):
         """Raise `ValueError` where the format does not hold such an array."""
 
     @property
+    def scope(self) -> str:
+        """Its name in compiled programs and in profiles: 'jaxact.affine.encode'."""
+        kind = type(self)
+        _, folder, *_ = kind.__module__.split(".")
+        return f"jaxact.{folder}.{kind.__name__.lower()}"
+
+    @property
     @abc.abstractmethod
     def layout(self) -> Layout:
         """Where groups lie in the unpacked array."""

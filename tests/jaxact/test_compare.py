@@ -214,6 +214,10 @@ def test_for_a_target():
     )
     assert {row.memory.device for row in found.rows} == {"NVIDIA GeForce RTX 4090"}
     assert found["4 bits"].memory.temp_bytes < found["plain"].memory.temp_bytes / 2
+    # The products of all layers, forward and twice backward, at the peak of TF32.
+    least = 3 * LAYERS * 2 * (2 * TOKENS * WIDTH * HIDDEN) / 82.6e12
+    assert all(row.predicted_seconds > least for row in found.rows)
+    assert "predicted" in str(found)
 
 
 @pytest.mark.parametrize("steps", [layer, [layer], {"a": 3}, {}])

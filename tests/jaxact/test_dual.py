@@ -326,6 +326,7 @@ def test_integers_stay_exact():
     assert "not int32" in DualPrecision().declines((4, 4, 4), jnp.dtype("int32"))
 
 
+@pytest.mark.thorough
 def test_eight_devices_exchange_nothing():
     run_on_eight_devices(__file__)
 

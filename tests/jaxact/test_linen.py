@@ -39,7 +39,7 @@ from support.linen_modules import (
     same,
     step,
 )
-from support.newest import newest
+from support.variants import thorough
 from support.wrapping import (
     AS_WRITTEN,
     BATCH,
@@ -106,7 +106,7 @@ def test_exact_storage_keeps_every_bit_of_the_gradient(variant, mode):
     assert same(in_mode(mode, variant.make(exact))(variables, data()), wanted)
 
 
-@newest
+@thorough
 @every_variant
 def test_gradients_are_unbiased_over_keys(variant):
     # Student's t of the mean over keys, on random directions of the whole gradient.
@@ -274,6 +274,7 @@ CHAIN = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
 MULTI_STEPS = optax.MultiSteps(optax.sgd(1e-2, momentum=0.9), 2)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("optimizer, accumulate", [
     pytest.param(MULTI_STEPS, accumulate_by_scan, id="multi-steps-scan"),
     pytest.param(CHAIN, whole_batch, id="chain-whole"),

@@ -141,6 +141,34 @@ def test_compute_capabilities():
     }
 
 
+# Data sheets, TFLOP/s in dense float16 products and of all lanes in float32, and GB/s
+# to the host in both directions.
+SHEETS = {
+    "v100": (125, 15.7, 32),
+    "t4": (65, 8.1, 32),
+    "a10g": (70, 35, 64),
+    "l4": (121, 30.3, 64),
+    "rtx4090": (165.2, 82.6, 64),
+    "a100": (312, 19.5, 64),
+    "h100": (989.4, 66.9, 128),
+    "h200": (989.4, 66.9, 128),
+    "b200": (2250, 75, 128),
+}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_peak_rates_of_targets(name):
+    half, single, link = SHEETS[name]
+    gpu = TARGETS[name]
+    assert gpu.peak_flops["float16"] == half * 1e12
+    assert gpu.host_bytes_per_second == link / 2 * 1e9
+    # Data sheets round to three digits and know other clocks; 1 % covers both.
+    assert gpu.alu_flops == pytest.approx(single * 1e12, rel=0.01)
+    is_old = name in ("v100", "t4")
+    assert gpu.peak_flops["bfloat16"] == (gpu.alu_flops if is_old else half * 1e12)
+    assert gpu.peak_flops["float32"] == (gpu.alu_flops if is_old else half / 2 * 1e12)
+
+
 @needs_target
 def test_a_target_that_the_installed_assembler_does_not_know():
     with pytest.raises(ValueError, match="compute capability 7.0.*'t4'"):

@@ -19,7 +19,6 @@ from scipy import stats
 
 import jaxact
 from jaxact import Policy
-from support.newest import newest
 from support.nnx_modules import (
     MODES,
     SEEDED,
@@ -34,6 +33,7 @@ from support.nnx_modules import (
     stepper,
     two_steps,
 )
+from support.variants import thorough
 from support.wrapping import (
     AS_WRITTEN,
     BITS,
@@ -75,7 +75,7 @@ def test_loss_outputs_state_and_exact_gradients_keep_every_bit(variant):
     check_every_bit(variant, "graph")
 
 
-@newest
+@thorough
 @some_variants
 @pytest.mark.parametrize("mode", ["no-graph-updates", "tree"])
 def test_every_bit_is_kept_in_other_modes(variant, mode):
@@ -83,6 +83,7 @@ def test_every_bit_is_kept_in_other_modes(variant, mode):
         check_every_bit(variant, mode)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS[:1], ids=str)
 def test_op_by_op_every_bit_is_kept(variant):
@@ -103,7 +104,7 @@ def test_an_eager_call_keeps_every_bit_and_updates_the_module(variant):
     assert same(split(got)[1:], split(wanted)[1:])
 
 
-@newest
+@thorough
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v.name in SEEDED], ids=str)
 def test_gradients_are_unbiased_over_keys(variant):
     # Student's t of the mean over keys, on random directions of the whole gradient.

@@ -16,8 +16,8 @@ from flax import nnx
 
 import jaxact
 from jaxact import Exact, Policy, Quantize
-from support.newest import mostly_newest
 from support.nnx_modules import Block, same
+from support.variants import mostly_thorough
 from support.wrapping import WIDTH, data
 
 EXACT = Policy(default=Exact())
@@ -50,7 +50,7 @@ HOMES = (
     Home("dataclass", Pair, lambda c: (c.first, c.second)),
     Home("nnx.List", lambda m, a: nnx.List([m, nnx.Variable(a)]), lambda c: c),
 )
-homes = pytest.mark.parametrize("home", mostly_newest(HOMES, ("dict", "nnx.List")))
+homes = pytest.mark.parametrize("home", mostly_thorough(HOMES, ("dict", "nnx.List")))
 
 
 def in_home(home):
@@ -198,6 +198,7 @@ def test_a_module_in_a_container_and_as_an_argument_is_one():
     assert equal(outcomes[0][1], outcomes[1][1])
 
 
+@pytest.mark.thorough
 def test_measurements_keep_the_updates():
     block = Block(nnx.Rngs(0))
     layer = jaxact.compress(lambda blocks, x: blocks[0](x), policy=PACKED)

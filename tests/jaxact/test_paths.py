@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxact
 from jaxact import Policy
-from support.newest import newest
+from support.variants import thorough
 
 WIDTH, LENGTH, BATCH, LAYERS = 64, 16, 8, 4
 X = jax.random.normal(jax.random.key(0), (BATCH, LENGTH, WIDTH))
@@ -113,7 +113,7 @@ def test_keys_are_those_of_the_plain_program(transformed):
     assert rounded(transformed, MODEL, X) == KEYS
 
 
-@newest
+@thorough
 def test_keys_are_the_same_in_a_checkpoint_and_for_each_micro_batch():
     checkpointed = nnx.remat(loss)
     both = lambda model, x: sum(checkpointed(model, part) for part in (x[:4], x[4:]))
@@ -144,7 +144,7 @@ def test_keys_do_not_depend_on_the_batch():
     assert rounded(loss, MODEL, shape) == KEYS
 
 
-@newest
+@thorough
 def test_allocation_tells_layers_apart():
     """And its prediction is the variance of the compressed model's gradient.
 
@@ -218,14 +218,19 @@ def test_containers_and_shared_modules():
     assert "Layers/stem/tanh" in keys
 
 
-def test_a_shared_block_has_one_path_and_a_key_for_each_line():
+def on_two_lines(block, x):
+    x = block(x)
+    return block(x)
+
+
+@pytest.mark.parametrize("twice", [on_two_lines, lambda block, x: block(block(x))])
+def test_a_shared_block_has_one_path_and_a_key_for_each_call(twice):
     class Tied(nnx.Module):
         def __init__(self, rngs):
             self.block = Small(rngs)
 
         def __call__(self, x):
-            x = self.block(x)
-            return self.block(x)
+            return twice(self.block, x)
 
     table = jaxact.residuals(loss, Tied(nnx.Rngs(0)), X)
     keys = [row.key for row in table.rows]
@@ -369,7 +374,7 @@ def test_labels_are_not_seen():
     assert "/#" not in str(table) and "/#" not in str(table.by_path())
 
 
-@newest
+@thorough
 def test_the_gradient_is_the_same():
     """Scopes and labels compute nothing."""
     model = gpt(jaxact.compress(Block, policy=Policy(default=jaxact.Exact())))

@@ -119,6 +119,7 @@ def test_shapes_depend_on_no_value():
     assert (one.bits != other.bits).any()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("action", [PerSample(4.0), Offload(PerSample(4.0))], ids=str)
 def test_policies_store_through_it(action):
     def layer(p, x):
@@ -137,6 +138,7 @@ def test_policies_store_through_it(action):
     assert norm(gradient(small) - gradient(layer)) < 0.3 * norm(gradient(layer))
 
 
+@pytest.mark.thorough
 def test_scans_and_vmaps_work():
     def body(x, w):
         return jnp.tanh(x @ w), None
@@ -172,6 +174,7 @@ def test_integers_stay_exact():
     assert "not int32" in PerSample(2.0).declines((4, 4), jnp.dtype("int32"))
 
 
+@pytest.mark.thorough
 def test_eight_devices_exchange_nothing_when_told_of_them():
     run_on_eight_devices(__file__)
 

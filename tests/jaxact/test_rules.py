@@ -1,5 +1,6 @@
 """A rule reaches all that it says, and says so where it reaches nothing."""
 
+import dataclasses
 import warnings
 from pathlib import Path
 
@@ -155,8 +156,33 @@ def test_a_condition_matches_what_is_kept_for_recomputation(f, condition, recomp
 def test_a_name_matches_in_a_custom_rule():
     policy = Policy(rules=(Rule(Quantize(3), name="out"),))
     small = jaxact.compress(flash, policy=policy, activations="x")
-    rows = jaxact.residuals(small, WS, INPUT, argnums=0).rows
+    with pytest.warns(jaxact.CompressionWarning, match="fewer than 8 bits"):
+        rows = jaxact.residuals(small, WS, INPUT, argnums=0).rows
     assert [r.key for r in rows if r.action == Quantize(3)] == ["attn/custom_vjp.out"]
+
+
+@pytest.mark.parametrize("f", [flash, checkpointed])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Policy(default=Quantize(4)),
+        Policy(rules=(Rule(Quantize(4), path="attn"),)),
+        Policy(rules=(Rule(Quantize(4), where=lambda r: r.size > 64),)),
+    ],
+    ids=["default", "path", "where"],
+)
+def test_too_few_bits_for_recomputation_are_told(f, policy):
+    def differentiate(policy):
+        small = jaxact.compress(f, policy=policy, activations="x")
+        jax.make_jaxpr(jax.grad(lambda ws: small(ws, INPUT).sum()))(WS)
+
+    with pytest.warns(CompressionWarning, match="8 bits: the gradient is biased"):
+        differentiate(policy)
+    meant = Rule(Quantize(4), recomputed_from=True)
+    accepted = dataclasses.replace(policy, rules=(meant, *policy.rules))
+    saved = dataclasses.replace(policy, recompute=jax.checkpoint_policies.dots_saveable)
+    for quiet in (accepted, saved, Policy(bits=1)):
+        differentiate(quiet)
 
 
 def test_a_rule_about_a_carry_holds_outside_of_the_scan():

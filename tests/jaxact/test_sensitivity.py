@@ -9,7 +9,7 @@ from flax import nnx
 
 import jaxact
 from jaxact import Exact, Offload, Policy, Quantize, Rule
-from support.newest import mostly_newest
+from support.variants import mostly_thorough
 
 pytestmark = pytest.mark.unoptimized
 
@@ -76,7 +76,7 @@ def test_the_signal_is_the_squared_gradient():
     np.testing.assert_allclose(MEASURED.signal, expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("bits", mostly_newest([2, 3, 5], ("3",)))
+@pytest.mark.parametrize("bits", mostly_thorough([2, 3, 5], ("3",)))
 def test_allocated_bits_add_what_is_predicted(bits):
     chosen = jaxact.allocate(MEASURED, bits=bits)
     assert chosen.average_bits <= bits
@@ -89,7 +89,7 @@ def test_allocated_bits_add_what_is_predicted(bits):
     assert chosen.error <= uniform
 
 
-@pytest.mark.parametrize("e2", mostly_newest([0.3, 0.03, 0.003], ("0.03",)))
+@pytest.mark.parametrize("e2", mostly_thorough([0.3, 0.03, 0.003], ("0.03",)))
 def test_an_error_bound_is_met_and_used(e2):
     """AC-GC: the added variance is in [0.5, 1.1] of e2 of the squared gradient."""
     chosen = jaxact.allocate(MEASURED, e2=e2, ladder=tuple(range(1, 9)))
@@ -97,6 +97,7 @@ def test_an_error_bound_is_met_and_used(e2):
     assert 0.5 * e2 < found / MEASURED.signal < 1.1 * e2 + 3 * deviation / found * e2
 
 
+@pytest.mark.thorough
 def test_bits_of_what_a_checkpoint_saves_in_host_memory():
     base = Policy(bits=2, recompute=jax.checkpoint_policies.dots_saveable)
     measured = jaxact.sensitivity(network(base), WS, X)
@@ -109,6 +110,7 @@ def test_bits_of_what_a_checkpoint_saves_in_host_memory():
     assert squared(here, away) == 0
 
 
+@pytest.mark.thorough
 def test_the_same_however_it_is_called():
     def through(transform):
         loss = transform(network(Policy(bits=2)))
@@ -148,6 +150,7 @@ class Net(nn.Module):
         return nn.Dense(8)(x)
 
 
+@pytest.mark.thorough
 def test_linen_state_is_dropped():
     net = jaxact.compress(Net, policy=Policy(bits=4))()
     variables = net.init({"params": KEYS[0], "dropout": KEYS[1]}, X)

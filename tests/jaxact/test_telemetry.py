@@ -14,7 +14,7 @@ import jaxact
 from jaxact import Policy
 from support import oracle
 from support.eight_devices import run_on_eight_devices
-from support.newest import newest
+from support.variants import thorough
 
 pytestmark = pytest.mark.unoptimized
 
@@ -68,7 +68,7 @@ def mapped(ws, x):
 # that of another derivative of the same trace, by other arguments.
 later = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="a defect of JAX")
 PROGRAMS = [scanned, checkpointed, mapped]
-PROGRAMS += [pytest.param(f, marks=newest) for f in (unrolled, pushed, jitted)]
+PROGRAMS += [pytest.param(f, marks=thorough) for f in (unrolled, pushed, jitted)]
 PROGRAMS += [pytest.param(branched, marks=later)]
 
 
@@ -101,6 +101,7 @@ def test_values_and_gradients_stay(f):
         np.testing.assert_allclose(gradient, plain, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("f", PROGRAMS, ids=lambda f: f.__name__)
 def test_the_same_residuals_give_the_same_noise(f):
     """However the three layers are called."""
@@ -239,6 +240,7 @@ def test_measuring_adds_few_operations():
     assert flops[1] < 1.05 * flops[0]
 
 
+@pytest.mark.thorough
 def test_eight_devices():
     run_on_eight_devices(__file__)
 

@@ -16,8 +16,8 @@ from jaxact_kernels.affine import reference, triton
 from jaxact_kernels.affine.reference import Stored
 from jaxact_kernels.config import Config, heuristic
 from jaxact_kernels.numbering import box
-from support.newest import newest
 from support.subjects import Affine, jit_interpreted as jit, sample
+from support.variants import thorough
 
 SEED = np.uint32(7)
 SMALL = Config(4, 1)
@@ -31,7 +31,7 @@ ONE_EACH = [
     *((5, (40, 31)), (6, (6, 224)), (7, PADDED), (8, (8, 256))),
 ]
 slow = lambda *case: pytest.param(*case, marks=pytest.mark.slow)
-on_newest = lambda *case: pytest.param(*case, marks=newest)
+thoroughly = lambda *case: pytest.param(*case, marks=thorough)
 
 
 def assert_same_bits(got, wanted):
@@ -62,7 +62,7 @@ def both(x, *, seed=SEED, config=SMALL, **options):
     return stored, [jit(decode)(stored[0]) for decode in decodes]
 
 
-@newest
+@thorough
 @pytest.mark.parametrize(
     "bits, shape",
     [
@@ -84,7 +84,7 @@ def test_every_width_equals_the_reference(bits, shape):
 
 @pytest.mark.parametrize(
     "dtype, group_size",
-    [slow("bfloat16", 32), on_newest("float16", 64), ("bfloat16", 512)],
+    [slow("bfloat16", 32), thoroughly("float16", 64), ("bfloat16", 512)],
 )
 def test_every_dtype_equals_the_reference(dtype, group_size):
     x = sample(Affine(2, dtype), (6, 300))
@@ -92,7 +92,7 @@ def test_every_dtype_equals_the_reference(dtype, group_size):
         assert_same_bits(got, wanted)
 
 
-@pytest.mark.parametrize("bits", [slow(2), on_newest(7)])
+@pytest.mark.parametrize("bits", [slow(2), thoroughly(7)])
 def test_four_million_elements_equal_the_reference(bits):
     # Enough for a product that is contracted with the sum after it to show: at 7 bits
     # that changes one code in 250 000.
@@ -102,14 +102,14 @@ def test_four_million_elements_equal_the_reference(bits):
         assert_same_bits(got, wanted)
 
 
-@pytest.mark.parametrize("bits", [slow(1), on_newest(2), slow(8)])
+@pytest.mark.parametrize("bits", [slow(1), thoroughly(2), slow(8)])
 def test_rounding_to_nearest_equals_the_reference(bits):
     x = sample(Affine(bits), (4, 200))
     for wanted, got in both(x, bits=bits, group_size=64, stochastic=False):
         assert_same_bits(got, wanted)
 
 
-@newest
+@thorough
 @pytest.mark.parametrize(
     "bits, dtype", [(1, "float32"), (3, "bfloat16"), (8, "float16"), (8, "float32")]
 )
@@ -133,7 +133,7 @@ def test_a_group_with_a_nan_equals_the_reference():
         assert_same_bits(got, wanted)
 
 
-@newest
+@thorough
 @pytest.mark.parametrize(
     "bits, dtype", [(2, "float16"), (8, "float16"), (8, "bfloat16"), (8, "float32")]
 )
@@ -252,7 +252,7 @@ def test_decoding_goes_on_with_a_function_of_the_elements(shape):
 
 
 @pytest.mark.slow  # special values are encoded in blocks of one group too
-@newest
+@thorough
 def test_block_sizes_change_no_bit():
     x = sample(Affine(3), (7, 128))
     for wanted, got in both(x, bits=3, group_size=128, config=Config(1, 1)):

@@ -19,7 +19,7 @@ import jaxact_kernels
 from benchmarks.assembler import tool
 from jaxact_kernels.config import heuristic
 from support.gpu_target import needs_target
-from support.newest import newest
+from support.variants import thorough
 
 SCRIPTS = Path(__file__).parents[2] / "kernels" / "benchmarks"
 LARGE = "small stream"
@@ -60,7 +60,7 @@ def small_run(tmp_path_factory):
     return run("run.py", output, *SMALL_RUN)
 
 
-@newest
+@thorough
 def test_small_run_checks_times_and_writes(small_run):
     text, results = small_run
     assert {"device", "jax", "date", "command", "clock", "rows"} == set(results)
@@ -83,7 +83,7 @@ def test_small_run_checks_times_and_writes(small_run):
     assert {row["implementation"] for row in rows if row["is_chosen"]} == {"reference"}
 
 
-@newest
+@thorough
 def test_the_reference_is_three_times_faster_than_a_first_attempt(small_run, tmp_path):
     if slowdown(small_run[1]["rows"]) < 3:  # once more: other work can spoil a run
         options = *SMALL_RUN, "--shapes", LARGE

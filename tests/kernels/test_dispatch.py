@@ -1,5 +1,7 @@
 """One equation serves every platform: what it costs, and what it lowers to."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,6 +44,24 @@ def test_the_platform_decides(platforms, kernels):
 def test_a_gpu_too_old_runs_the_definition():
     text = lowered(round_trip, X, SEED, platforms=("cuda",), device="Tesla T4")
     assert TRITON not in text
+
+
+@pytest.mark.parametrize("platform, anchored", [("cpu", 0), ("cuda", 3)])
+def test_on_a_gpu_the_definition_keeps_rows_contiguous(platform, anchored):
+    def fused(x, seed):
+        stored = affine.encode(x, seed, bits=2, is_fused=True)
+        like = {"shape": x.shape, "dtype": x.dtype}
+        return affine.decode(stored, **like, bits=2, is_fused=True)
+
+    text = lowered(fused, X, SEED, platforms=(platform,))
+    assert TRITON not in text
+    constraints = [line for line in text.splitlines() if "@LayoutConstraint" in line]
+    assert len(constraints) == anchored  # words, metadata, values
+    assert all("operand_layouts" in line for line in constraints)
+    for line in constraints:
+        (layout,) = re.findall(r"result_layouts = \[dense<\[?([\d, ]+)", line)
+        axes = [int(n) for n in layout.split(",")]
+        assert axes == sorted(axes, reverse=True)  # innermost first
 
 
 def test_every_format_has_a_kernel():

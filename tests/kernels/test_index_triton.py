@@ -15,8 +15,8 @@ from jaxact_kernels.index import reference, triton
 from jaxact_kernels.index.reference import index_layout
 from jaxact_kernels.mask import reference as mask_reference, triton as mask
 from support.gpu_target import needs_target
-from support.newest import newest
 from support.subjects import Index, Mask, jit_interpreted as jit, sample
+from support.variants import thorough
 
 SMALL = Config(4, 1)
 RUN = {"config": SMALL, "interpret": True}
@@ -25,9 +25,9 @@ RUN = {"config": SMALL, "interpret": True}
 SHAPES = [(8, 256), (3, 5, 512), (5, 300), (40, 31), (6, 224), (2, 1009), (1,), ()]
 ONE = (5, 300)  # the shape for every version of JAX
 COMPARED = ["float32", "bfloat16", "float16", "int8", "uint32"]
-some = lambda case, is_one: pytest.param(*case, marks=() if is_one else newest)
+some = lambda case, is_one: pytest.param(*case, marks=() if is_one else thorough)
 SOME_SHAPES = [(8, 256), ONE, (2, 1009), ()]
-slow = lambda *case: pytest.param(*case, marks=[newest, pytest.mark.slow])
+slow = lambda *case: pytest.param(*case, marks=[thorough, pytest.mark.slow])
 # Every width and every shape once; the slow tests have more of their product.
 ONE_EACH = [
     *((1, (1,)), (2, ()), (3, ONE), (4, (40, 31))),
@@ -53,7 +53,7 @@ def test_every_width_equals_the_reference(bits, shape):
     np.testing.assert_array_equal(back, x)
 
 
-@newest
+@thorough
 @pytest.mark.parametrize("dtype", INTEGERS)
 def test_any_integer_equals_the_reference(dtype):
     info = np.iinfo(dtype)
@@ -114,7 +114,7 @@ def test_vmap_equals_a_loop():
     np.testing.assert_array_equal(together, jnp.stack(alone))
 
 
-@newest
+@thorough
 def test_block_sizes_change_no_bit():
     x = sample(Index(3), (7, 512))
     wanted = reference.encode(x, bits=3)

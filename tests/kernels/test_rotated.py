@@ -7,10 +7,10 @@ import pytest
 
 from jaxact_kernels import rotated
 from support import rotated_oracle
-from support.newest import newest
 from support.subjects import ROTATED, Rotated, jitted, sample
+from support.variants import thorough
 
-pytestmark = newest
+pytestmark = thorough
 
 SHAPES = [(2, 300), (2, 5, 31), (1, 96), ()]
 

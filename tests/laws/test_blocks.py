@@ -11,8 +11,8 @@ import pytest
 import jaxact
 from jaxact import Bitmask, Exact, Policy, Quantize, Rule
 from support.blocks import BLOCKS, each_block
-from support.newest import newest
 from support.programs import relative_error, same_bits
+from support.variants import thorough
 
 # A node's stored value is both what is mixed and what the weights are computed from, so
 # its rounding is squared: see the last test.
@@ -148,7 +148,7 @@ def draw(block, bits, draws):
 WIDTHS = {1: {"transformer", "unet", "lstm"}, 2: BY_NAME, 4: BY_NAME}
 
 
-@newest
+@thorough
 @pytest.mark.parametrize(
     "block, bits",
     [

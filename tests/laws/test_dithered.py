@@ -18,10 +18,10 @@ from scipy import stats
 import jaxact
 from jaxact_kernels.affine import group, reference
 from support import oracle
-from support.newest import newest
 from support.subjects import Dithered
+from support.variants import thorough
 
-pytestmark = newest
+pytestmark = thorough
 
 FAILURE = 1e-9
 DRAWS = 512

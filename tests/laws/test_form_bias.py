@@ -34,10 +34,10 @@ import pytest
 from jax import lax
 
 import jaxact
-from support.newest import newest
 from support.oracle import rounding_variance
+from support.variants import thorough
 
-pytestmark = newest
+pytestmark = thorough
 
 SHAPE, DRAWS, EPSILON = (64, 64), 65536, 1e-5
 

@@ -20,10 +20,10 @@ import pytest
 from jax import lax
 
 from jaxact_kernels.rotated.group import NORMAL_ERROR
-from support.newest import newest
 from support.subjects import Affine, Dithered, Rotated
+from support.variants import thorough
 
-pytestmark = newest
+pytestmark = thorough
 
 DRAWS = 96
 ROWS = 128

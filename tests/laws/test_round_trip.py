@@ -62,6 +62,7 @@ def check_error(subject, x, seed):
     assert (abs(back - exact) <= bound).all()
 
 
+@pytest.mark.thorough
 @settings(max_examples=30)  # each compiles
 @given(
     affine_subjects | dithered_subjects | planes_subjects,

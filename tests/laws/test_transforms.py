@@ -241,6 +241,7 @@ def test_mixed_precision_keeps_no_copy_of_parameters():
     assert [r.dtype for r in copies] == [jnp.float32], "the parameter, referenced"
 
 
+@pytest.mark.thorough
 def test_float64():
     with jax.enable_x64(True):
         p, x = jax.tree.map(lambda a: a.astype(jnp.float64), MLP.arguments())

@@ -33,8 +33,8 @@ import pytest
 from jax import lax
 
 import jaxact
-from support.newest import newest
 from support.oracle import rounding_variance
+from support.variants import thorough
 
 DRAWS = 4096
 EPSILON = 1e-5
@@ -265,7 +265,7 @@ def test_activations_are_packed_and_statistics_are_not(name):
     assert packed == [cell.shapes[activation] for activation in cell.activations]
 
 
-@newest
+@thorough
 @pytest.mark.parametrize("bits", [2, 4])
 @pytest.mark.parametrize("name", CELLS)
 def test_noise_of_gradients_is_as_predicted(name, bits):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from support.newest import mostly_newest, newest
+from support.variants import mostly_thorough, thorough
 from support.wrapping import AS_WRITTEN, WIDTH, data
 
 STREAMS = {"params": True, "dropout": True, "jaxact": True}
@@ -204,7 +204,7 @@ VARIANTS = [
 # One of each kind: a class, methods, a module in another, each transform once.
 KINDS = ("class", "conv", "setup-methods", "shared", "nested", "arguments")
 KINDS += ("inside-scan", "around-vmap", "around-remat", "inside-jit")
-every_variant = pytest.mark.parametrize("variant", mostly_newest(VARIANTS, KINDS))
+every_variant = pytest.mark.parametrize("variant", mostly_thorough(VARIANTS, KINDS))
 # How parameters are named and initialized: a lifted class, methods, a class in another.
 LIFTS = ("around-scan", "setup-methods", "nested")
 
@@ -224,7 +224,7 @@ every_mode = pytest.mark.parametrize(
     [
         *(
             pytest.param(
-                v, "jitted", id=f"{v}-jitted", marks=() if v.name in KINDS else newest
+                v, "jitted", id=f"{v}-jitted", marks=() if v.name in KINDS else thorough
             )
             for v in VARIANTS
         ),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from support.newest import mostly_newest
+from support.variants import mostly_thorough
 from support.wrapping import AS_WRITTEN, WIDTH, data
 
 
@@ -144,7 +144,7 @@ VARIANTS = [
 # One of each kind: a module, a function, a module in another, each transform once.
 KINDS = ("class", "instance", "nested", "shared", "function")
 KINDS += ("inside-scan", "around-vmap", "around-remat")
-every_variant = pytest.mark.parametrize("variant", mostly_newest(VARIANTS, KINDS))
+every_variant = pytest.mark.parametrize("variant", mostly_thorough(VARIANTS, KINDS))
 # Modes change how state is split and merged: those that differ in it.
 SOME = ("class", "instance", "function", "keyword", "around-scan", "inside-remat")
 # Where the stream is found differs in these.

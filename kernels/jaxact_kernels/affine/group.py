@@ -34,6 +34,7 @@ def largest(dtype: DTypeLike, spare: int = 0) -> np.float32:
     return (_max(dtype).view(np.uint32) & _kept(spare)).view(np.float32)
 
 
+@jax.named_scope("metadata")
 def metadata(
     lo: jax.Array,
     hi: jax.Array,
@@ -55,6 +56,7 @@ def metadata(
     return put(NAN << np.uint32(16), lax.ne(lo, lo), stored)
 
 
+@jax.named_scope("metadata")
 def encoding_line(lo: jax.Array, metadata: jax.Array) -> Line:
     """For each group: z/2, 2**17/s, and a constant's last bit times 65536.
 
@@ -71,6 +73,7 @@ def encoding_line(lo: jax.Array, metadata: jax.Array) -> Line:
     return lax.mul(float_of(zero_point), HALF), slope, base
 
 
+@jax.named_scope("metadata")
 def decoding_line(metadata: jax.Array) -> Line:
     """For each group: z/u, s/u and u, with which x' = (z/u + s/u * code) * u.
 

@@ -136,7 +136,8 @@ def decode(
     layout = layout_of(shape, group_size)
     if is_dithered:
         seed, operands = operands[0], operands[1:]
-        draw = noise.sixteen_bits(noise.group_keys(seed, stored.metadata), layout.group)
+        keys = noise.group_keys(seed, stored.metadata)
+        draw = noise.slots_of_bits(keys, code.shape[keys.ndim :])
         groups = dequantize_dithered(code, stored.metadata, draw, dtype, bits)
     else:
         groups = dequantize(code, stored.metadata, dtype)
@@ -201,16 +202,17 @@ def dequantize_dithered(
     dtype: DTypeLike,
     bits: int,
 ) -> jax.Array:
-    """The same as `dequantize`, less the 16 bits of noise that `quantize` drew."""
+    """The same as `dequantize`, less the noise that `quantize` drew, shaped like codes."""
     each = lax.expand_dims(metadata, range(metadata.ndim, code.ndim))
     zero, step, unit = decoding_line(each)
     plain = lax.convert_element_type(_signed(code), np.float32)
-    multiple = dithered(code, lax.reshape(draw, code.shape), bits)
+    multiple = dithered(code, draw, bits)
     constant = lax.broadcast_in_dim(is_constant(each), code.shape, range(code.ndim))
     multiple = lax.select(constant, plain, multiple)
     x = lax.mul(lax.add(zero, lax.mul(step, multiple)), unit)
     x = lax.convert_element_type(saturated(x, dtype), dtype)
-    return lax.reshape(x, draw.shape)
+    group = math.prod(code.shape[metadata.ndim :])
+    return lax.reshape(x, (*metadata.shape, group))
 
 
 def round_fixed_point(fixed: jax.Array, noise16: jax.Array | np.uint32) -> jax.Array:
@@ -222,6 +224,7 @@ def round_fixed_point(fixed: jax.Array, noise16: jax.Array | np.uint32) -> jax.A
     return lax.shift_right_logical(lax.add(fixed, noise16), np.uint32(16))
 
 
+@jax.named_scope("extremes")
 def extremes(groups: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
     """Each group's least and greatest finite element; NaN where there is a NaN."""
     big = largest(dtype)

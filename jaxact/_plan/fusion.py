@@ -1,0 +1,68 @@
+"""Which values a GPU has in memory, and which only where their encoding reads them.
+
+XLA computes a value that elementwise operations make inside the kernels that read it.
+To encode it takes two passes, for a group's extremes and for its codes. That is cheap
+for a value that nothing else needs whole, such as a normalized one. A kernel, which
+reads the value once, is faster where it is in memory anyway: for a matrix product, or
+for an operation after a later one, such as the next residual join. It is faster too
+where the value is costly to compute twice, such as an activation function's derivative:
+XLA then writes it to memory itself.
+
+Predicted for an H100, ViT-B's first two layers at batch 64 and 4 bits: 1.30 times as
+long as uncompressed if all elementwise values are fused, 1.22 by this rule.
+"""
+
+from collections.abc import Sequence
+
+from jaxact._jaxpr.primitives import CASTS, COSTLY, MATMULS, MOVES
+from jaxact._jaxpr.read import is_elementwise, names_inside, variables_in
+from jaxact._jaxpr.types import Atom, Jaxpr, Var
+
+# A cast would be another array.
+_MOVES = MOVES - CASTS
+
+
+def in_memory(jaxpr: Jaxpr, outputs: Sequence[Atom]) -> frozenset[Var]:
+    """The values in a program that are better read from memory than computed again.
+
+    Args:
+      outputs: those that the program is evaluated for, beside what is stored.
+    """
+    return _read_whole(jaxpr, outputs) | _read_later(jaxpr) | _costly(jaxpr)
+
+
+def _read_whole(jaxpr: Jaxpr, outputs: Sequence[Atom]) -> frozenset[Var]:
+    """Results, and values that a matrix product or a convolution reads."""
+    found = set(variables_in(outputs))
+    for eqn in reversed(jaxpr.eqns):
+        name = eqn.primitive.name
+        if name in MATMULS or (name in _MOVES and not found.isdisjoint(eqn.outvars)):
+            found.update(variables_in(eqn.invars))
+    return frozenset(found)
+
+
+def _read_later(jaxpr: Jaxpr) -> frozenset[Var]:
+    """Values that an equation reads together with a later matrix product's result."""
+    level: dict[Var, int] = {}  # products on the longest path to each variable
+    found: set[Var] = set()
+    for eqn in jaxpr.eqns:
+        inputs = variables_in(eqn.invars)
+        highest = max((level.get(v, 0) for v in inputs), default=0)
+        found.update(v for v in inputs if level.get(v, 0) < highest)
+        after = highest + (eqn.primitive.name in MATMULS)
+        level.update(dict.fromkeys(eqn.outvars, after))
+    return frozenset(found)
+
+
+def _costly(jaxpr: Jaxpr) -> frozenset[Var]:
+    """Values that elementwise operations make, at least one of them costly."""
+    found: set[Var] = set()
+    for eqn in jaxpr.eqns:
+        if not is_elementwise(eqn):
+            continue
+        (v,) = eqn.outvars
+        is_costly = not COSTLY.isdisjoint(names_inside(eqn))
+        same = [x for x in variables_in(eqn.invars) if x.aval.shape == v.aval.shape]
+        if is_costly or not found.isdisjoint(same):
+            found.add(v)
+    return frozenset(found)

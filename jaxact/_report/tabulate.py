@@ -1,0 +1,182 @@
+"""Read a table of residuals from a traced program."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+
+from jaxact._codec import Exact
+from jaxact._decision import Decision, Reason, Remark
+from jaxact._jaxpr.flow import fact_of, flow, union
+from jaxact._jaxpr.labels import DERIVATIVE
+from jaxact._jaxpr.read import variables_in
+from jaxact._jaxpr.types import Atom, Eqn, Jaxpr, Var
+from jaxact._plan.mark import mark_p
+from jaxact._policy import Policy, Rule
+from jaxact._report.table import ResidualRow, ResidualTable
+from jaxact._residual import Provenance, Residual
+
+
+@dataclasses.dataclass
+class _Marks:
+    """The marked residuals in a program: as facts, bit n is about number n.
+
+    Attributes:
+      numbers: from the identities of a marking equation and those around it.
+      marked: each marking equation, and the copies that scans around it stack.
+    """
+
+    numbers: dict[tuple[int, ...], int] = dataclasses.field(default_factory=dict)
+    marked: list[tuple[Eqn, int]] = dataclasses.field(default_factory=list)
+
+    def transfer(self, eqn: Eqn, facts: Sequence[int], around: tuple[Eqn, ...]) -> int:
+        joined = union(eqn, facts, around)
+        if eqn.primitive is not mark_p:
+            return joined
+        # A body shared by several calls is a different residual in each.
+        key = (*map(id, around), id(eqn))
+        if key not in self.numbers:
+            copies = math.prod(outer.params.get("length", 1) for outer in around)
+            self.numbers[key] = len(self.marked)
+            self.marked.append((eqn, copies))
+        return joined | 1 << self.numbers[key]
+
+
+def tabulate(
+    jaxpr: Jaxpr, residuals: Sequence[Atom], paths: Sequence[str]
+) -> ResidualTable:
+    """The table of some of a program's values, given the paths of its inputs."""
+    marks = _Marks()
+    provenance = Provenance(jaxpr, paths)
+    facts = flow(jaxpr, [0] * len(jaxpr.invars), marks.transfer)
+    inputs = {*jaxpr.invars, *jaxpr.constvars}
+    outside: list[ResidualRow] = []
+    stored: dict[int, _Bytes] = {}  # by mark number
+    referenced = 0
+    for v in dict.fromkeys(variables_in(residuals)):
+        size = v.aval.size * v.aval.dtype.itemsize
+        kept_bytes = _Bytes(size, size if _is_on_host(v) else 0)
+        bits = fact_of(facts, v)
+        if v in inputs:
+            referenced += size
+        elif bits:
+            number = (bits & -bits).bit_length() - 1
+            before = stored.get(number, _Bytes())
+            stored[number] = _Bytes(*map(sum, zip(before, kept_bytes, strict=True)))
+        else:
+            kept = _kept(provenance.of(v))
+            outside.append(_row(kept, None, kept.residual.shape, size, kept_bytes))
+    marked = [_marked_row(*marks.marked[n], size) for n, size in sorted(stored.items())]
+    return ResidualTable((*marked, *outside), referenced, _unused(marks))
+
+
+class _Bytes(NamedTuple):
+    """A residual's stored bytes.
+
+    Attributes:
+      host: those in host memory.
+    """
+
+    stored: int = 0
+    host: int = 0
+
+
+def _is_on_host(v: Var) -> bool:
+    return getattr(v.aval, "memory_space", None) == jax.memory.Space.Host
+
+
+def _kept(residual: Residual) -> Decision:
+    """The decision about a value that no compressed call stored.
+
+    A scan stacks the carry that its body, compressed or not, keeps as it is.
+    """
+    reason = Reason.CARRIED if residual.is_carry else Reason.OUTSIDE
+    return Decision(residual, Exact(), reason)
+
+
+def _marked_row(eqn: Eqn, copies: int, kept: _Bytes) -> ResidualRow:
+    decision, one = eqn.params["decision"], eqn.params["shape"]
+    shape = (copies, *one) if copies > 1 else one
+    exact_bytes = math.prod(shape) * decision.residual.dtype.itemsize
+    return _row(decision, eqn.params["policy"], shape, exact_bytes, kept)
+
+
+def _row(
+    decision: Decision,
+    policy: Policy | None,
+    shape: tuple[int, ...],
+    exact_bytes: int,
+    kept: _Bytes,
+) -> ResidualRow:
+    residual = decision.residual
+    return ResidualRow(
+        key=residual.key,
+        shape=shape,
+        dtype=residual.dtype,
+        primitive=residual.primitive,
+        name=residual.name,
+        path=residual.path,
+        source=residual.source,
+        action=decision.action,
+        bias=decision.bias,
+        exact_bytes=exact_bytes,
+        stored_bytes=kept.stored,
+        why=_why(decision, policy),
+        host_bytes=kept.host,
+        is_outside=decision.reason is Reason.OUTSIDE,
+    )
+
+
+def _why(decision: Decision, policy: Policy | None) -> str:
+    """The reason for an action: of a rounded residual, its part in the gradient."""
+    if decision.rule is not None and policy is not None:
+        reason = _condition(policy.rules[decision.rule])
+    elif decision.reason in (Reason.BITS, Reason.DEFAULT):
+        reason = _part(decision.residual)
+    else:
+        return decision.why
+    remarks = [r.value for r in decision.remarks if r is not Remark.NORMALIZED]
+    declined = [decision.declined] if decision.declined else []
+    return "; ".join([reason, *declined, *remarks])
+
+
+def _condition(rule: Rule) -> str:
+    """A rule's conditions: 'rule name=mlp_*'."""
+    values = {f.name: getattr(rule, f.name) for f in dataclasses.fields(rule)}
+    conditions = [
+        f"{name}={getattr(value, '__name__', value)}"
+        for name, value in values.items()
+        if name != "action" and value is not None
+    ]
+    return f"rule {', '.join(conditions)}" if conditions else "a rule for all"
+
+
+def _part(residual: Residual) -> str:
+    """The part that a residual has in the gradient: a factor of it, if nothing else."""
+    if DERIVATIVE in (residual.path.rpartition("/")[2], residual.label.split(".")[-1]):
+        part = "local derivative"
+    elif residual.primitive == "exp":
+        part = "exponentials"
+    elif residual.origin == "argument":
+        part = "input"
+    elif residual.is_normalized:
+        part = "normalized"
+    else:
+        part = "factor"
+    also = [name for name in residual.aliases if name != residual.name]
+    return f"{part}; also for {', '.join(also)}" if also else part
+
+
+def _unused(marks: _Marks) -> tuple[Rule, ...]:
+    used: dict[tuple[Rule, ...], set[int]] = {}
+    for eqn, _ in marks.marked:
+        policy, rules = eqn.params["policy"], eqn.params["used_rules"]
+        used.setdefault(policy.rules, set()).update(rules)
+    return tuple(
+        rule
+        for several, indices in used.items()
+        for index, rule in enumerate(several)
+        if index not in indices
+    )

@@ -1,0 +1,139 @@
+"""The time that the kernels of a compiled program take at least.
+
+A kernel takes the longest of its bytes by the memory's bandwidth, its matrix products
+by the tensor cores' rate and its other operations by their units' rate (the roofline of
+Williams, Waterman and Patterson 2009, doi.org/10.1145/1498765.1498785), and a launch.
+Kernels run one after another; asynchronous copies run beside them.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from jaxact._memory.targets import Gpu
+from jaxact._saved import Saved
+from jaxact._time.cause import cause_of
+from jaxact._time.hlo import Instruction, Program
+from jaxact._time.opcodes import ALLOCATE, CALLS, FREE
+from jaxact._time.traffic import traffic
+from jaxact._time.work import Slots, products, slots
+
+# Fractions of peaks that large kernels reach. An H100 copies 3.0 of 3.35 TB/s; its
+# clock falls under the load of matrix products, of which cuBLAS computes 650 of 989
+# TFLOP/s in bfloat16; 1.755 of 1.98 GHz is its boost clock under power. Assumed of all
+# targets: ratios of times on one hardly depend on them.
+_MEMORY_REACHED = 0.9
+_PRODUCTS_REACHED = 0.66
+_CLOCK_REACHED = 0.89
+_LINK_REACHED = 0.8  # of PCIe, whose packets have headers
+# Seconds between the ends of two short kernels in one stream.
+LAUNCH_SECONDS = 2e-6
+# Lanes for looked-up functions, as a part of those for integers: 16 of 64.
+_LOOKUP_LANES = 0.25
+
+MEMORY, PRODUCTS, ARITHMETIC = "memory", "products", "arithmetic"
+LAUNCH, LINK = "launch", "host link"
+
+
+@dataclass(frozen=True)
+class Kernel(Saved):
+    """A kernel of a compiled program; numbers are those of one of its runs.
+
+    Attributes:
+      name: in the optimized HLO.
+      operation: the scopes and the JAX primitive, where the compiler kept them.
+      cause: what it is there for, see `PredictedTime`.
+      runs: how often it is launched; more than once in loops.
+      read_bytes, written_bytes: moved between chip and memory.
+      flops: of its matrix products and convolutions.
+      seconds: with its launch.
+      bound: the longest part: 'memory', 'products', 'arithmetic', 'launch' or 'host
+        link'.
+      is_beside: whether it is a copy that runs beside other kernels.
+    """
+
+    name: str
+    operation: str
+    cause: str
+    runs: int
+    read_bytes: float
+    written_bytes: float
+    flops: float
+    seconds: float
+    bound: str
+    is_beside: bool
+
+    @property
+    def bytes(self) -> float:
+        return self.read_bytes + self.written_bytes
+
+
+def timed_kernels(program: Program, gpu: Gpu) -> tuple[Kernel, ...]:
+    """The kernels of a program, as scheduled; a loop's body once."""
+    return tuple(_walk(program, program.entry, 1, gpu))
+
+
+def _walk(program: Program, name: str, runs: int, gpu: Gpu) -> Iterator[Kernel]:
+    for made in program.computations[name].values():
+        if made.opcode == "conditional":  # the branch that takes longest
+            branches = [list(_walk(program, c, runs, gpu)) for c in made.called]
+            yield from max(branches, key=total_seconds, default=[])
+        elif made.opcode in CALLS:
+            for called in made.called:
+                yield from _walk(program, called, runs * made.trips, gpu)
+        elif made.opcode not in FREE and made.target != ALLOCATE:
+            yield _kernel(program, name, made, runs, gpu)
+
+
+def total_seconds(rows: Sequence[Kernel]) -> float:
+    """Of all runs, one after another."""
+    return sum(row.seconds * row.runs for row in rows)
+
+
+def _kernel(
+    program: Program, name: str, made: Instruction, runs: int, gpu: Gpu
+) -> Kernel:
+    around, body = program.computations[name], program.body(made)
+    moved, flops = traffic(made, around, body), products(made, around, body)
+    work = Slots() if flops else slots(body, program)
+    parts = {
+        MEMORY: (moved.read + moved.written) / (_MEMORY_REACHED * gpu.bytes_per_second),
+        LINK: moved.host / (_LINK_REACHED * gpu.host_bytes_per_second),
+        PRODUCTS: product_seconds(flops, gpu),
+        ARITHMETIC: _arithmetic_seconds(work, gpu),
+    }
+    longest = max(parts, key=parts.__getitem__)
+    return Kernel(
+        name=made.name,
+        operation=made.op_name,
+        cause=cause_of(made, body, bool(flops)),
+        runs=runs,
+        read_bytes=moved.read,
+        written_bytes=moved.written,
+        flops=sum(flops.values()),
+        seconds=parts[longest] + LAUNCH_SECONDS,
+        bound=longest if parts[longest] > LAUNCH_SECONDS else LAUNCH,
+        is_beside=made.is_async and moved.host > 0,
+    )
+
+
+def product_seconds(flops: Mapping[str, float], gpu: Gpu) -> float:
+    """Seconds for matrix products, given their operations by dtype."""
+    rates = gpu.peak_flops
+    return sum(
+        count / (_PRODUCTS_REACHED * rates[dtype])
+        if dtype in rates
+        else count / (_CLOCK_REACHED * gpu.alu_flops)
+        for dtype, count in flops.items()
+    )
+
+
+def _arithmetic_seconds(work: Slots, gpu: Gpu) -> float:
+    """The units work side by side; one instruction at a time is issued to any."""
+    integers = gpu.integer_operations
+    floats = gpu.alu_flops / 2  # a multiply-add is one instruction
+    longest = max(
+        work.integers / integers,
+        work.lookups / (_LOOKUP_LANES * integers),
+        work.floats / floats,
+    )
+    return longest / _CLOCK_REACHED

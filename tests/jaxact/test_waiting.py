@@ -1,0 +1,60 @@
+"""Where a backward pass waits, and in which form its arrays do, by its jaxpr."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxact
+from jaxact._jaxpr.compat import open_jaxpr
+
+X = jax.ShapeDtypeStruct((64, 256), jnp.bfloat16)
+W = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+
+
+def equations(jaxpr):
+    """All equations, those of bodies after the one that has them."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for body in jax.tree.leaves(list(eqn.params.values()), is_leaf=is_program):
+            if is_program(body):
+                yield from equations(open_jaxpr(body)[0])
+
+
+def is_program(x):
+    return hasattr(x, "eqns") or hasattr(x, "jaxpr")
+
+
+def dense(w, x):
+    return jnp.tanh(x @ w["matrix"].astype(x.dtype)) * w["gain"].astype(x.dtype)
+
+
+def waiting(f, w, x):
+    """The types of a weight's gradient: as it waits, and as it is returned."""
+    layer = jaxact.compress(f, activations="x")
+    step = jax.grad(lambda w, x: layer(w, x).astype(jnp.float32).sum())
+    closed = jax.make_jaxpr(step)(w, x)
+    eqns = equations(open_jaxpr(closed)[0])
+    barriers = [eqn for eqn in eqns if eqn.primitive.name == "optimization_barrier"]
+    (held,) = [v.aval.dtype for v in barriers[-1].outvars if v.aval.shape == w.shape]
+    (result,) = closed.out_avals
+    return held, result.dtype
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_a_gradient_waits_as_narrow_as_it_was_computed(dtype):
+    f = lambda w, x: jnp.tanh(x @ w.astype(x.dtype))
+    assert waiting(f, W, X.update(dtype=dtype)) == (dtype, jnp.float32)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda w, x: jnp.tanh(x.astype(w.dtype) @ w),
+        lambda w, x: jnp.tanh(x @ w.astype(x.dtype)).astype(w.dtype) @ w,
+        lambda w, x: jnp.tanh(x @ w.astype(x.dtype)) * w[0].astype(x.dtype)[None],
+    ],
+    ids=["computed", "summed", "padded"],
+)
+def test_a_gradient_that_was_computed_in_float32_waits_in_it(f):
+    held, result = waiting(f, W, X)
+    assert held == result == jnp.float32

@@ -1,0 +1,143 @@
+"""The one command for a GPU, as far as it goes without one."""
+
+import importlib
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+from rich.console import Console
+
+import jaxact
+import jaxact_kernels
+
+pytest.importorskip("flax")
+pytest.importorskip("optax")
+pytest.importorskip("rich")
+pytestmark = pytest.mark.unoptimized
+
+ROOT = Path(__file__).parent.parent
+BENCHMARKS = ROOT / "examples" / "benchmarks"
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """Imports a file of the benchmark as the command does."""
+    for folder in (ROOT / "examples", BENCHMARKS, ROOT / "kernels" / "benchmarks"):
+        monkeypatch.syspath_prepend(folder)
+    with jax.numpy_dtype_promotion("standard"):  # as Flax asks
+        yield importlib.import_module
+
+
+KERNEL = {
+    "shape": "stage",
+    "bits": 4,
+    "op": "encode",
+    "implementation": "triton",
+    "is_chosen": True,
+    "microseconds": {"median": 50.0},
+    "predicted_microseconds": 40.0,
+    "logical_bytes_per_second": 2.5e12,
+}
+STEP = {
+    "network": "net",
+    "way": "uncompressed",
+    "ratio": 1.01,
+    "quartiles": [0.99, 1.02],
+    "seconds": 0.030,
+    "predicted_seconds": 0.020,
+    "peak_bytes": 3 * 2**30,
+    "compiled_peak_bytes": 2 * 2**30,
+    "temp_bytes": 2**30,
+    "why": {},
+}
+
+
+def printed(load, kernels, steps):
+    about = {"device": "GPU", "jax": "1", "jaxact": "2", "date": "2026-01-01T00"}
+    results = about | {"kernels": kernels, "steps": steps, "left_out": 3}
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(load("gpu_report").table(results))
+    return [line.split("│")[1:-1] for line in console.export_text().splitlines()]
+
+
+def test_the_table_has_measurements_beside_predictions(load):
+    small = STEP | {"way": "small", "ratio": 1.20, "seconds": 0.036}
+    small |= {"predicted_seconds": 0.022, "why": {"peak": "Error: no memory"}}
+    lines = printed(load, [KERNEL, {"shape": "odd", "error": "bits"}], [STEP, small])
+    cells = [[cell.strip() for cell in line] for line in lines if line]
+    assert cells == [
+        [
+            "encode, 4 bits, stage: triton (chosen)",
+            *("50.0 us", "40.0 us", "1.25", "2.500 TB/s of unpacked bytes"),
+        ],
+        ["odd", "wrong bits", "", "", "bits"],
+        [
+            "net, uncompressed: over uncompressed",
+            *("1.01 x", "1.00 x", "1.01", "quartiles 0.99 to 1.02"),
+        ],
+        ["net, uncompressed: time", "30.0 ms", "20.0 ms", "1.50", ""],
+        ["net, uncompressed: peak", "3072 MiB", "2048 MiB", "1.50", "temp 1024 MiB"],
+        [
+            "net, small: over uncompressed",
+            *("1.20 x", "1.10 x", "1.09", "quartiles 0.99 to 1.02"),
+        ],
+        ["net, small: time", "36.0 ms", "22.0 ms", "1.64", ""],
+        ["net, small: peak", "3072 MiB", "2048 MiB", "1.50", "temp 1024 MiB"],
+        ["net, small: peak", "failed", "", "", "Error: no memory"],
+    ]
+
+
+def test_a_kernel_with_other_bits_is_a_row(load, monkeypatch):
+    run = load("run")
+
+    message = "encode: triton has not the reference's bits"
+
+    def differs(*_):
+        sys.exit(message)
+
+    monkeypatch.setattr(run, "measure", differs)
+    monkeypatch.setattr(run, "measure_lossless", lambda *_: [{"op": "mask"}])
+    rows = load("gpu").kernel_rows("small stream", (2,), 1)
+    assert rows == [
+        {
+            "shape": "small stream",
+            "error": "encode: triton has not the reference's bits",
+        },
+        {"op": "mask"},
+    ]
+
+
+def command(*options):
+    packages = (jaxact.__file__, jaxact_kernels.__file__)
+    path = os.pathsep.join(str(Path(f).parents[1]) for f in packages)
+    line = [sys.executable, str(BENCHMARKS / "gpu.py"), *map(str, options)]
+    environment = os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
+    return subprocess.run(line, capture_output=True, text=True, env=environment)
+
+
+@pytest.mark.slow
+def test_a_dry_run_goes_all_the_way(tmp_path):
+    ran = command("--dry-run", "--output", tmp_path / "gpu")
+    assert ran.returncode == 0, ran.stderr
+    results = json.loads((tmp_path / "gpu.json").read_text())
+    assert results["left_out"] == 0 and results["jax"] == jax.__version__
+    ways = [row["way"] for row in results["steps"]]
+    assert ways == ["uncompressed", "jaxact 4 bits"]
+    assert all(row["seconds"] > 0 and row["why"] == {} for row in results["steps"])
+    assert {row["op"] for row in results["kernels"]} >= {"encode", "decode"}
+    # The table comes last.
+    assert ran.stdout.splitlines()[-1].startswith("└")
+
+
+@pytest.mark.slow
+def test_time_that_is_up_and_no_gpu(tmp_path):
+    ran = command("--dry-run", "--minutes", 0, "--output", tmp_path / "gpu")
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads((tmp_path / "gpu.json").read_text())["left_out"] == 3
+    ran = command("--output", tmp_path / "gpu")
+    assert ran.returncode == 1 and "is no GPU" in ran.stderr
