@@ -1,10 +1,13 @@
-"""The forward and the backward pass of a planned call, each traced once.
+"""The forward and the backward pass of a planned call.
 
-Calls that are stored alike, such as a network's equal layers, share both: inside
-another trace each is one jitted function, which is traced and lowered once however
-many calls there are. So nothing in a pass knows its call's path: seeds are arguments,
-and the marks on residuals are made outside. Evaluated at once, operation by operation,
-a pass is a plain function: a jitted one would round its results in another order.
+Calls that are stored alike, such as a network's equal layers, share the work that
+compression adds: inside another trace, packing is one jitted function and the backward
+pass is another, traced and lowered once however many calls there are. So neither knows
+its call's path: seeds are arguments, and the marks on residuals are made outside.
+
+The values that the uncompressed function has too are computed as it computes them,
+operation by operation: a function jitted apart rounds in another order where it is not
+part of a larger one, as in a `jax.checkpoint` outside of a jit.
 """
 
 import dataclasses
@@ -51,14 +54,18 @@ class Passes:
           settings: a measurement's, by the residual's key inside the call.
           inputs: for the forward program.
         """
-        plan, consts = self.plan, self.plan.forward.consts
-        run = self._jitted_forward if _is_traced(inputs) else self._forward
-        outputs, stored, computed = run(seed, settings, inputs, consts)
-        # An argument is kept as the array that it is: the pass would give a copy, and
-        # a scan would stack it.
-        known = _inputs(plan, inputs, consts)
-        known |= dict(zip(self._computed, computed, strict=True))
-        return outputs, stored, [known[v] for v in plan.kept]
+        plan = self.plan
+        outputs, env = self._evaluate(inputs)
+        values = [env[v] for v in self._packed_from]
+        pack = self._jitted_pack if _is_traced(values) else self._pack
+        packed = pack(seed, settings, values) if plan.packed else []
+        if packed:
+            outputs, packed = barrier((outputs, packed))
+        stored = {v: env[v] for v in plan.decisions}
+        # Behind the barrier: XLA's host offloading does not look through one.
+        for v, arrays in zip(plan.packed, packed, strict=True):
+            stored[v] = plan.decisions[v].codec.keep(arrays)
+        return outputs, list(stored.values()), [env[v] for v in plan.kept]
 
     def backward(
         self,
@@ -68,7 +75,8 @@ class Passes:
         cotangents: Sequence[jax.Array | SymbolicZero],
     ) -> _Backward:
         """Gradients; `keys` as in `settings`."""
-        if not _is_traced((packed, kept, cotangents)):
+        is_traced = _is_traced((packed, kept, cotangents))
+        if not (self.plan.packed and is_traced):
             return self._backward(keys, (), packed, kept, cotangents)
         outputs = self.plan.forward.jaxpr.outvars
         zeros = tuple(
@@ -82,45 +90,41 @@ class Passes:
         return self._jitted_backward(keys, zeros, packed, kept, arrays)
 
     @functools.cached_property
-    def _jitted_forward(self) -> Callable[..., _Forward]:
-        return jax.jit(self._forward)
+    def _jitted_pack(self) -> Callable[..., list[PyTree]]:
+        return jax.jit(self._pack)
 
     @functools.cached_property
     def _jitted_backward(self) -> Callable[..., _Backward]:
         return jax.jit(self._backward, static_argnums=(0, 1))
 
     @functools.cached_property
-    def _computed(self) -> list[Var]:
-        """The kept variables that the forward program computes."""
-        jaxpr = self.plan.forward.jaxpr
-        inputs = {*jaxpr.constvars, *jaxpr.invars}
-        return [v for v in self.plan.kept if v not in inputs]
+    def _packed_from(self) -> list[Var]:
+        """The packed variables, and those that they are normalized with."""
+        statistics = [v for n in self.plan.normalized.values() for v in n.statistics]
+        return list(dict.fromkeys([*self.plan.packed, *statistics]))
 
-    def _forward(
-        self,
-        seed: Array,
-        settings: Probe,
-        inputs: Sequence[Array],
-        consts: Sequence[Array],
-    ) -> _Forward:
-        plan = self.plan
-        results = evaluate(plan.program, consts, inputs)
-        outputs = results[: plan.forward.num_outputs]
-        env = dict(zip(plan.saved, results[len(outputs) :], strict=True))
-        env |= _inputs(plan, inputs, consts)
-        seeds = seeds_for(seed, len(plan.decisions)) if plan.decisions else []
-        stored = {}
-        for v, own in zip(plan.decisions, seeds, strict=True):
+    def _evaluate(self, inputs: Sequence[Array]) -> tuple[list[jax.Array], Env]:
+        """The outputs, and the values that the saved variables have."""
+        plan, forward = self.plan, self.plan.forward
+        results = evaluate(plan.program, forward.consts, inputs)
+        env = dict(zip(plan.saved, results[forward.num_outputs :], strict=True))
+        # An argument is kept as the array that it is: the program would give a copy.
+        env |= dict(zip(forward.jaxpr.constvars, forward.consts, strict=True))
+        env |= dict(zip(forward.jaxpr.invars, inputs, strict=True))
+        return results[: forward.num_outputs], env
+
+    def _pack(
+        self, seed: Array, settings: Probe, values: Sequence[jax.Array]
+    ) -> list[PyTree]:
+        """The stored form for each of `StoragePlan.packed`."""
+        plan, env = self.plan, dict(zip(self._packed_from, values, strict=True))
+        seeds = seeds_for(seed, len(plan.packed))
+        packed = []
+        for v, own in zip(plan.packed, seeds, strict=True):
             with in_mesh_of(env[v]):
                 setting = settings.get(plan.decisions[v].residual.key)
-                stored[v] = self._store(v, env, own, setting)
-        packed = [stored[v] for v in plan.packed]
-        if packed:
-            outputs, packed = barrier((outputs, packed))
-        # Behind the barrier: XLA's host offloading does not look through one.
-        for v, arrays in zip(plan.packed, packed, strict=True):
-            stored[v] = plan.decisions[v].codec.keep(arrays)
-        return outputs, list(stored.values()), [env[v] for v in self._computed]
+                packed.append(self._store(v, env, own, setting))
+        return packed
 
     def _store(
         self, v: Var, env: Env, seed: jax.Array, setting: jax.Array | None
@@ -156,13 +160,6 @@ class Passes:
                 next(arrays) if aval is None else SymbolicZero(aval) for aval in zeros
             ]
         return backward_pass(self.plan, self.storage, keys, packed, kept, cotangents)
-
-
-def _inputs(plan: StoragePlan, inputs: Sequence[Array], consts: Sequence[Array]) -> Env:
-    """The forward program's inputs and constants by variable."""
-    jaxpr = plan.forward.jaxpr
-    env: Env = dict(zip(jaxpr.constvars, consts, strict=True))
-    return env | dict(zip(jaxpr.invars, inputs, strict=True))
 
 
 def _is_traced(values: PyTree) -> bool:

@@ -15,7 +15,6 @@ import numpy as np
 from jax import lax
 
 from jaxact._jaxpr.types import Array
-from jaxact_kernels.noise import GOLDEN, hash32
 
 
 def salted(seed: Array, kind: str, number: int) -> Array:
@@ -34,10 +33,14 @@ def seed_at(seed: Array, path: str) -> Array:
 
 @functools.partial(jax.jit, static_argnums=1)
 def seeds_for(seed: Array, count: int) -> list[jax.Array]:
-    """Seeds for so many residuals."""
-    counters = np.arange(1, count + 1, dtype=np.uint32) * GOLDEN
-    seeds = hash32(lax.add(jax.numpy.uint32(seed), counters))
-    return lax.optimization_barrier([seeds[i] for i in range(count)])
+    """Seeds for so many residuals.
+
+    Scalars: of an array, each encoding would read its own by a kernel on a GPU.
+    """
+    scalar = jax.numpy.uint32(seed)
+    return lax.optimization_barrier(
+        [salted(scalar, "residual", number) for number in range(count)]
+    )
 
 
 def _salted(seed: Array, text: str) -> Array:

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend import core as jex
 from jax.interpreters import batching, mlir
@@ -98,6 +99,7 @@ def _lower(
     ctx: mlir.LoweringRuleContext,
     *values: mlir.ir.Value,
     implementation: str | None,
+    lower: Callable[..., Sequence[mlir.ir.Value]],
     **params: Any,
 ) -> Sequence[mlir.ir.Value]:
     if implementation not in (None, REFERENCE):
@@ -105,7 +107,7 @@ def _lower(
             f"{implementation} was asked for and runs on NVIDIA GPUs alone; this "
             "program is lowered for another platform: pass implementation=None"
         )
-    return _lower_definition(ctx, *values, **params)
+    return lower(ctx, *values, **params)
 
 
 def _lower_on_gpu(
@@ -153,10 +155,24 @@ def _in_rows(*arrays: jax.Array, **params: Any) -> list[jax.Array]:
     ]
 
 
+def _once(*arrays: jax.Array, **params: Any) -> list[jax.Array]:
+    """The definition's results, computed once where several operations read them.
+
+    XLA:CPU would fuse a decoding into each of these, and takes most of its time to
+    compile for such code.
+    """
+    return lax.optimization_barrier(_evaluate(*arrays, **params))
+
+
+_lower_once = mlir.lower_fun(_once, multiple_results=True)
 _lower_in_rows = mlir.lower_fun(_in_rows, multiple_results=True)
 _lower_definition = mlir.lower_fun(_evaluate, multiple_results=True)
 operation_p.def_impl(_evaluate)
 operation_p.def_abstract_eval(lambda *_, definition, **params: definition.out_avals)
-mlir.register_lowering(operation_p, _lower)
+_lower_on_cpu = functools.partial(_lower, lower=_lower_once)
+mlir.register_lowering(
+    operation_p, functools.partial(_lower, lower=_lower_definition)
+)
+mlir.register_lowering(operation_p, _lower_on_cpu, platform="cpu")
 mlir.register_lowering(operation_p, _lower_on_gpu, platform="cuda")
 batching.primitive_batchers[operation_p] = _batch

@@ -279,7 +279,13 @@ def test_a_measured_call_has_the_barriers_of_a_compressed_one():
     """One after the forward pass, one before and one after the backward pass."""
 
     def barriers(gradient, *args):  # outside the codec, which has some of its own
-        eqns = jax.make_jaxpr(gradient)(*args).jaxpr.eqns
+        eqns = list(jax.make_jaxpr(gradient)(*args).jaxpr.eqns)
+        eqns += [
+            inner
+            for e in eqns
+            if e.params.get("name") in ("_pack", "_backward")
+            for inner in e.params["jaxpr"].eqns
+        ]
         return sum(e.primitive.name == "optimization_barrier" for e in eqns)
 
     def loss(w, x):
