@@ -283,14 +283,17 @@ ENTRY %main (p: s32[], q: f32[1024]) -> f32[1024] {
   %q = f32[1024]{0} parameter(1)
   %either = f32[1024]{0} conditional(%p, %q, %q), branch_computations={%small, %large}
   %buffer = f32[1024]{0} custom-call(), custom_call_target="AllocateBuffer"
-  ROOT %result = f32[1024]{0} call(%either), to_apply=%called
+  %ready = f32[1024]{0} all-reduce-start(%either), to_apply=%called
+  %reduced = f32[1024]{0} all-reduce-done(%ready)
+  ROOT %result = f32[1024]{0} call(%reduced), to_apply=%called
 }
 """
 
 
 def test_branches_and_calls():
-    """The slower branch; nothing for a call itself, nor for memory that is reserved."""
-    assert [row.name for row in of(BRANCHES).rows] == ["wide", "first", "sine"]
+    """The slower branch; nothing for a call, reserved memory or the end of a pair."""
+    rows = [row.name for row in of(BRANCHES).rows]
+    assert rows == ["wide", "first", "ready", "sine"]
 
 
 def test_a_slower_gpu_takes_longer(found):
