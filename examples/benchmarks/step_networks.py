@@ -96,7 +96,10 @@ class Decoder:
     def about(self) -> str:
         size = f"{self.name}, batch {self.batch}, length {self.net.length}, bfloat16"
         layers = "scanned" if getattr(self.net, "scanned", True) else "unrolled"
-        return f"{size}, {layers}; attention and logits are computed twice in every row"
+        twice = "scores of attention and logits are computed twice in every row"
+        if getattr(self.net, "fused_attention", False):
+            twice += ", the scores by Pallas kernels, whose arithmetic is not counted"
+        return f"{size}, {layers}; {twice}"
 
     @property
     def items(self) -> int:

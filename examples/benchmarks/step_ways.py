@@ -37,8 +37,7 @@ class Way:
 def checkpoint(block: Any, policy: Callable[..., Any] | None = None) -> Any:
     """The block, recomputing all that `policy` does not save; without one, all."""
     if not isinstance(block, type):
-        # Inside a scan nothing is there to be shared with the first computation.
-        return jax.checkpoint(block, policy=policy, prevent_cse=False)
+        return jax.checkpoint(block, policy=policy)
     arguments = inspect.signature(block.__call__).parameters
     static = tuple(i for i, name in enumerate(arguments) if name == "train")
     wrapped = nn.remat(block, policy=policy, static_argnums=static)

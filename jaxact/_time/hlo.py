@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from jaxact._time.opcodes import ALLOCATE, END, FREE
+
 _HEAD = re.compile(r"(ENTRY )?%?([^\s(]+) \(.*\{$")
 _LINE = re.compile(r"\s+(ROOT )?%(\S+) = (.*)$")
 _OPCODE = re.compile(r" ([a-z][a-z0-9-]*)\(")
@@ -96,6 +98,12 @@ class Instruction:
         """Names of the computations that it calls, without a loop's condition."""
         found = _CALLED.findall(self.attributes)
         return tuple(name for text in found for name in _OPERAND.findall(text))
+
+    @property
+    def launches(self) -> bool:
+        """Whether it is a kernel or a copy by itself."""
+        is_free = self.opcode in FREE or self.opcode.endswith(END)
+        return not is_free and self.target != ALLOCATE
 
     @property
     def is_async(self) -> bool:

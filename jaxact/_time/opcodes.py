@@ -1,11 +1,12 @@
 """Opcodes of HLO, by the work that they are for a GPU."""
 
-# They launch nothing: names for values, and the ends of asynchronous pairs.
+# They launch nothing: names for values.
 FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast after-all opt-barrier "
-    "partition-id replica-id copy-done fusion-done async-done async-update "
-    "add-dependency".split()
+    "partition-id replica-id add-dependency".split()
 )
+# Neither do the ends of asynchronous pairs, such as copy-done.
+END = "-done"
 # A custom call that launches nothing either.
 ALLOCATE = "AllocateBuffer"
 # They put elements in other places and compute nothing.

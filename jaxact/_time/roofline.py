@@ -13,7 +13,7 @@ from jaxact._memory.targets import Gpu
 from jaxact._saved import Saved
 from jaxact._time.cause import cause_of
 from jaxact._time.hlo import Instruction, Program
-from jaxact._time.opcodes import ALLOCATE, CALLS, FREE
+from jaxact._time.opcodes import CALLS
 from jaxact._time.traffic import traffic
 from jaxact._time.work import Slots, products, slots
 
@@ -80,7 +80,7 @@ def _walk(program: Program, name: str, runs: int, gpu: Gpu) -> Iterator[Kernel]:
         elif made.opcode in CALLS:
             for called in made.called:
                 yield from _walk(program, called, runs * made.trips, gpu)
-        elif made.opcode not in FREE and made.target != ALLOCATE:
+        elif made.launches:
             yield _kernel(program, name, made, runs, gpu)
 
 

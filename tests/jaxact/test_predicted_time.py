@@ -224,6 +224,78 @@ def test_causes_by_the_names_of_operations(scopes, cause):
     assert kernel.cause == cause
 
 
+CONVOLUTIONS = """\
+ENTRY %main (x: bf16[8,32,32,64], k: bf16[128,3,3,64], y: bf16[8,16,16,128]) -> f32[] {
+  %x = bf16[8,32,32,64]{3,2,1,0} parameter(0)
+  %k = bf16[128,3,3,64]{3,2,1,0} parameter(1)
+  %y = bf16[8,16,16,128]{3,2,1,0} parameter(2)
+  %forward = (bf16[8,16,16,128]{3,2,1,0}, u8[0]{0}) custom-call(%x, %k), \
+window={size=3x3 stride=2x2}, dim_labels=b01f_o01i->b01f, \
+custom_call_target="__cudnn$convForward"
+  %input = (bf16[8,32,32,64]{3,2,1,0}, u8[0]{0}) custom-call(%y, %k), \
+window={size=3x3 stride=2x2}, dim_labels=b01f_o01i->b01f, \
+custom_call_target="__cudnn$convBackwardInput"
+  %filter = (bf16[128,3,3,64]{3,2,1,0}, u8[0]{0}) custom-call(%x, %y), \
+window={size=3x3 stride=2x2}, dim_labels=b01f_o01i->b01f, \
+custom_call_target="__cudnn$convBackwardFilter"
+  %dilated = bf16[8,32,32,64]{3,2,1,0} convolution(%y, %k), \
+window={size=3x3 pad=1_2x1_2 lhs_dilate=2x2 rhs_reversal=1x1}, \
+dim_labels=b01f_i01o->b01f
+  %exact.x = f32[256,128]{1,0} parameter(3)
+  ROOT %exact = f32[256,256]{1,0} dot(%exact.x, %exact.x), lhs_contracting_dims={1}, \
+rhs_contracting_dims={1}, operand_precision={highest,highest}
+}
+"""
+
+
+def test_convolutions_and_products_in_full_precision():
+    rows = {row.name: row for row in of(CONVOLUTIONS).rows}
+    # Each is the convolution with stride 2, or a gradient of it.
+    one = 2 * (8 * 16 * 16 * 128) * (3 * 3 * 64)
+    names = ("forward", "input", "filter", "dilated")
+    assert [rows[name].flops for name in names] == 4 * [one]
+    assert all(row.cause == "products" for row in rows.values())
+    assert rows["exact"].flops == 2 * 256 * 256 * 128
+    # No tensor core has float32 products of 24 bits.
+    at_lanes = rows["exact"].flops / (0.89 * 66.9e12)
+    assert rows["exact"].seconds >= LAUNCH + 0.99 * at_lanes
+
+
+BRANCHES = """\
+%small (x: f32[1024]) -> f32[1024] {
+  %x = f32[1024]{0} parameter(0)
+  ROOT %minus = f32[1024]{0} negate(%x)
+}
+
+%large (y: f32[1024]) -> f32[1024] {
+  %y = f32[1024]{0} parameter(0)
+  %wide = f32[1024,65536]{1,0} broadcast(%y), dimensions={0}
+  ROOT %first = f32[1024]{0} slice(%wide), slice={[0:1024], [0:1]}
+}
+
+%called (z: f32[1024]) -> f32[1024] {
+  %z = f32[1024]{0} parameter(0)
+  ROOT %sine = f32[1024]{0} sine(%z)
+}
+
+ENTRY %main (p: s32[], q: f32[1024]) -> f32[1024] {
+  %p = s32[] parameter(0)
+  %q = f32[1024]{0} parameter(1)
+  %either = f32[1024]{0} conditional(%p, %q, %q), branch_computations={%small, %large}
+  %buffer = f32[1024]{0} custom-call(), custom_call_target="AllocateBuffer"
+  %ready = f32[1024]{0} all-reduce-start(%either), to_apply=%called
+  %reduced = f32[1024]{0} all-reduce-done(%ready)
+  ROOT %result = f32[1024]{0} call(%reduced), to_apply=%called
+}
+"""
+
+
+def test_branches_and_calls():
+    """The slower branch; nothing for a call, reserved memory or the end of a pair."""
+    rows = [row.name for row in of(BRANCHES).rows]
+    assert rows == ["wide", "first", "ready", "sine"]
+
+
 def test_a_slower_gpu_takes_longer(found):
     assert of(HLO, "a100").seconds > 1.5 * found.seconds
     assert of(HLO, "b200").seconds < found.seconds
