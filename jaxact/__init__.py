@@ -12,10 +12,14 @@ from jaxact._bits import (
     reallocate as reallocate,
 )
 from jaxact._budget import (
+    CompiledBatch as CompiledBatch,
     FrontierPoint as FrontierPoint,
+    LargestBatch as LargestBatch,
+    LargestBatches as LargestBatches,
     Plan as Plan,
     PlannedRow as PlannedRow,
     Trial as Trial,
+    max_batch as max_batch,
     plan as plan,
 )
 from jaxact._codec import (

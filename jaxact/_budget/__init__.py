@@ -1,5 +1,11 @@
 """A memory budget in, a policy out; and the largest batch that fits."""
 
+from jaxact._budget.max_batch import (
+    CompiledBatch as CompiledBatch,
+    LargestBatch as LargestBatch,
+    LargestBatches as LargestBatches,
+    max_batch as max_batch,
+)
 from jaxact._budget.plan import (
     FrontierPoint as FrontierPoint,
     Plan as Plan,

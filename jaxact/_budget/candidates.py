@@ -25,7 +25,8 @@ from jaxact._codec import (
 from jaxact._memory.targets import Gpu
 from jaxact._residual import Residual
 
-# The formats whose words are those of `Quantize`; the others keep a seed beside them.
+# The formats whose words are those of `Quantize`, in groups of 256; the others keep a
+# seed beside them.
 FORMATS = (Quantize, Dithered, Rotated, Adaptive)
 _SEED_BYTES = 4
 _ERRORS: dict[type[Action], tuple[float, ...]] = {
@@ -69,10 +70,8 @@ def stored_bytes(action: Action, residual: Residual, copies: int) -> int:
     shape, dtype = residual.shape, residual.dtype
     if isinstance(action, Exact):
         return copies * math.prod(shape) * dtype.itemsize
-    if type(action) in FORMATS:
-        first, second = (
-            _encoded(Quantize(b, group_size=256), shape, dtype) for b in (1, 2)
-        )
+    if type(action) in FORMATS and getattr(action, "group_size", 0) == 256:
+        first, second = (_encoded(Quantize(b), shape, dtype) for b in (1, 2))
         bits = round(action.bits or 0)
         seed = 0 if isinstance(action, Quantize) else _SEED_BYTES
         return copies * (first + (bits - 1) * (second - first) + seed)

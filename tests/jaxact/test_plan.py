@@ -13,9 +13,13 @@ import pytest
 import jaxact
 from jaxact import Plan, Policy, Quantize, Rule
 from jaxact._budget.candidates import EVERY, relative_error, stored_bytes
+from jaxact._budget.plan import planned_rows
 from jaxact._budget.problem import Call, Option, Problem, Row, Variant
+from jaxact._budget.read import Step, read_problem
+from jaxact._budget.search import policy_of
 from jaxact._budget.size import parsed
 from jaxact._budget.solve import solve
+from jaxact._memory.targets import gpu_of
 from jaxact._residual import Residual
 from support.variants import thorough
 
@@ -62,8 +66,8 @@ def test_the_compiled_step_is_never_above_the_budget(plans):
     for ratio, plan in plans.items():
         assert plan.budget == int(ratio * whole)
         assert plan.memory.temp_bytes <= plan.budget
-        with jaxact.using(plan.policy):
-            assert jaxact.memory(*network()) == plan.memory
+    with jaxact.using(plans[0.15].policy):
+        assert jaxact.memory(*network()) == plans[0.15].memory
 
 
 def test_the_budget_is_used_or_nothing_cheaper_was_left(plans):
@@ -131,15 +135,16 @@ def test_bounds_on_time_and_noise(plans):
 
 @thorough
 def test_rules_of_the_policy_stand_before_the_plan():
-    rule = Rule(Quantize(8), key="x")
-    plan = jaxact.plan(
-        *network(layers=3),
-        budget="2MiB",
-        actions=WIDTHS,
-        policy=Policy(rules=(rule,)),
-    )
-    assert plan.policy.rules[0] == rule
-    assert "x" not in [row.key for row in plan.rows]
+    """Nothing is chosen where one of them decides."""
+    step, *args = network(layers=3)
+    policy = Policy(rules=(Rule(Quantize(8), key="x"),))
+    read = Step(step, args, {})
+    problem = read_problem(read, policy, WIDTHS, gpu_of("h100"), None)
+    found = solve(problem, 2**20)
+    assert "x" not in [row.key for row in planned_rows(found)]
+    assert policy_of(found, policy).rules[0] == policy.rules[0]
+    free = read_problem(read, Policy(), WIDTHS, gpu_of("h100"), None)
+    assert "x" in [row.key for row in planned_rows(solve(free, 2**20))]
 
 
 @thorough

@@ -1,0 +1,310 @@
+"""The largest batch whose compiled step fits, and the next one, which does not.
+
+What a step takes is close to affine in the batch, so two small batches predict the
+largest. The prediction is compiled, and so is its neighbour: only compiled steps count.
+"""
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+from jaxact._budget.size import parsed
+from jaxact._engine.warnings import CompressionWarning
+from jaxact._measure.progress import progress
+from jaxact._memory import memory
+from jaxact._memory.targets import gpu_of
+from jaxact._policy import Policy
+from jaxact._saved import Saved
+from jaxact._tabular import Column, Tabular, bytes_text
+from jaxact._using import Override, overriding
+
+# Compiled steps for a policy.
+MOST_COMPILES = 5
+# The first two are of these many multiples: small, but no edge case as a batch of 1.
+_FIRST, _SECOND = 4, 16
+# Where nothing seems to grow with the batch.
+_MOST_BATCH = 2**24
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledBatch(Saved):
+    """A batch that was compiled: bytes of arguments, results and temporaries."""
+
+    batch: int
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class LargestBatch(Saved):
+    """The largest batch for one policy.
+
+    Attributes:
+      name: of the policy.
+      batch: the largest compiled batch that fits; 0 where the least does not.
+      bytes: that it takes; 0 without it.
+      next_bytes: that the next larger batch takes, which does not fit; None where
+        that was not compiled.
+      compiled: every batch that was, in order.
+    """
+
+    derived = ("is_certified",)
+    name: str
+    batch: int
+    bytes: int
+    next_bytes: int | None
+    compiled: tuple[CompiledBatch, ...]
+
+    @property
+    def is_certified(self) -> bool:
+        """Whether the next larger batch was compiled, and does not fit."""
+        return self.next_bytes is not None
+
+
+@dataclasses.dataclass(frozen=True)
+class LargestBatches(Tabular):
+    """The largest batch for each policy: `print` it.
+
+    Attributes:
+      rows: in the order of the mapping.
+      limit: bytes that a step may take: the device's without the reserve.
+      multiple_of: every batch is.
+      device: the device's kind.
+    """
+
+    rows: tuple[LargestBatch, ...]
+    limit: int
+    multiple_of: int
+    device: str
+
+    def __getitem__(self, name: str) -> LargestBatch:
+        """The row of a name.
+
+        Raises:
+          KeyError: there is none.
+        """
+        return {row.name: row for row in self.rows}[name]
+
+    def summary(self) -> str:
+        """The limit; rows for which the next batch was not compiled."""
+        lines = [f"limit {bytes_text(self.limit)} on {self.device}"]
+        lines += [
+            f"{row.name}: larger batches than {row.batch} may fit; "
+            f"{len(row.compiled)} were compiled"
+            for row in self.rows
+            if not row.is_certified
+        ]
+        return "\n".join(lines)
+
+    def _table(self) -> tuple[list[Column[LargestBatch]], tuple[LargestBatch, ...]]:
+        first = max(1, self.rows[0].batch)
+        larger = lambda row: (
+            f"{bytes_text(row.next_bytes)} at {row.batch + self.multiple_of}"
+            if row.next_bytes is not None
+            else "not compiled"
+        )
+        columns: list[Column[LargestBatch]] = [
+            Column("policy", lambda row: row.name),
+            Column("batch", lambda row: str(row.batch), is_number=True),
+            Column("times", lambda row: f"{row.batch / first:.2f}x", is_number=True),
+            Column("takes", lambda row: bytes_text(row.bytes), is_number=True),
+            Column("next", larger, is_number=True),
+            Column("compiled", lambda row: str(len(row.compiled)), is_number=True),
+        ]
+        return columns, self.rows
+
+
+def max_batch(
+    step_of_batch: Callable[[int], tuple[Callable[..., Any], tuple[Any, ...]]],
+    policies: Mapping[str, Policy | None] | None = None,
+    *,
+    target: str | None = None,
+    budget: str | int | None = None,
+    multiple_of: int = 1,
+    reserve: str | int | float = 0.05,
+) -> LargestBatches:
+    """Find the largest batch whose step fits the device, for each policy.
+
+    Steps are compiled, at most 5 for a policy, and nothing runs. A row is certified:
+    the batch fits and the next larger one does not, both compiled.
+
+    Args:
+      step_of_batch: from a batch size to the step and its arguments, which may be
+        `jax.ShapeDtypeStruct`; the state that training keeps is among them.
+      policies: by name, for all compressed calls in the step, as `jaxact.using` sets
+        them; None as a policy: the step as it is. None: that alone.
+      target: the GPU to compile for; None: the local backend.
+      budget: the device's memory: '24GiB', or bytes. None: the target's.
+      multiple_of: try these batches alone, such as 8.
+      reserve: that is left free for what the compiler does not count: the runtime's
+        own memory, workspaces of libraries, fragments. Bytes, or a part of the budget.
+
+    Returns:
+      `LargestBatches`, a row for each policy.
+
+    Raises:
+      TypeError: `step_of_batch` is no function, or returns neither a step nor its
+        arguments; `policies` is no mapping to policies.
+      ValueError: a wrong size; no budget and no target; as `memory`.
+
+    Example:
+      >>> import functools, jax, jax.numpy as jnp, jaxact
+      >>> layer = jaxact.compress(lambda w, x: jnp.tanh(x @ w), activations=1)
+      >>> def loss(ws, x):
+      ...     return jax.lax.scan(lambda x, w: (layer(w, x), None), x, ws)[0].sum()
+      >>> array = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+      >>> def step_of_batch(n):
+      ...     return jax.grad(loss), (array((24, 64, 64)), array((n, 64)))
+      >>> policies = {"exact": jaxact.Policy(default=jaxact.Exact()), "ours": None}
+      >>> found = jaxact.max_batch(
+      ...     step_of_batch, policies, budget="16MiB", multiple_of=64)
+      >>> found["ours"].batch > 2 * found["exact"].batch > 0
+      True
+    """
+    policies = {"the step": None} if policies is None else policies
+    _check(step_of_batch, policies, multiple_of)
+    limit = _limit(target, budget, reserve)
+    devices: list[str] = []
+
+    def taken(batch: int, policy: Policy | None) -> int:
+        step, args = _step(step_of_batch, batch)
+        context = nullcontext() if policy is None else overriding(Override(policy))
+        with context, warnings.catch_warnings():
+            warnings.simplefilter("ignore", CompressionWarning)
+            found = memory(step, *args, target=target)
+        devices.append(found.device)
+        return found.peak_bytes
+
+    rows = []
+    for name, policy in progress(list(policies.items()), "the largest batch"):
+        search = _Search(limit, multiple_of)
+        while (batch := search.next()) is not None:
+            search.sizes[batch] = taken(batch, policy)
+        rows.append(search.row(name))
+    return LargestBatches(tuple(rows), limit, multiple_of, devices[0])
+
+
+def _limit(
+    target: str | None, budget: str | int | None, reserve: str | int | float
+) -> int:
+    """The bytes that a step may take."""
+    if budget is None and target is None:
+        raise ValueError(
+            "jaxact.max_batch: the memory of the device is required: a target such as "
+            "target='h100', or budget='24GiB'."
+        )
+    whole = gpu_of(str(target)).memory_bytes if budget is None else budget
+    device_bytes = parsed(whole, "jaxact.max_batch").of(0)
+    kept = 0
+    if reserve:
+        kept = parsed(reserve, "jaxact.max_batch(reserve)").of(device_bytes)
+    if kept >= device_bytes:
+        raise ValueError(
+            f"jaxact.max_batch(budget={budget!r}, reserve={reserve!r}): a reserve "
+            "below the budget is required, such as reserve=0.05."
+        )
+    return device_bytes - kept
+
+
+@dataclasses.dataclass
+class _Search:
+    """The batches compiled so far.
+
+    Attributes:
+      sizes: bytes by batch, in the order in which they were compiled.
+    """
+
+    limit: int
+    multiple_of: int
+    sizes: dict[int, int] = dataclasses.field(default_factory=dict)
+
+    @property
+    def fitting(self) -> int:
+        """The largest batch that fits; 0 without one."""
+        return max((n for n, b in self.sizes.items() if b <= self.limit), default=0)
+
+    @property
+    def above(self) -> int | None:
+        """The smallest larger batch that does not fit."""
+        return min((n for n in self.sizes if n > self.fitting), default=None)
+
+    def next(self) -> int | None:
+        """The batch to compile next; None: there is nothing left to find."""
+        count, unit = len(self.sizes), self.multiple_of
+        low, high = self.fitting, self.above
+        is_over = count >= MOST_COMPILES
+        if is_over or (high is not None and high <= low + unit):
+            return None
+        if low >= _MOST_BATCH // unit * unit:
+            return None
+        if not count:
+            return _FIRST * unit
+        if count == 1:
+            return _SECOND * unit if high is None else unit
+        wanted = self._predicted()
+        if count == MOST_COMPILES - 1 and low:
+            wanted = low  # its neighbour, below: to certify it
+        wanted = low + unit if wanted <= low else wanted
+        if high is not None:
+            wanted = min(wanted, high - unit)
+        return min(wanted, _MOST_BATCH // unit * unit)
+
+    def _predicted(self) -> int:
+        """The largest batch that fits, on the line through the two batches nearest."""
+        by_distance = sorted(self.sizes, key=lambda n: abs(self.sizes[n] - self.limit))
+        first, second = sorted(by_distance[:2])
+        slope = (self.sizes[second] - self.sizes[first]) / (second - first)
+        if slope <= 0:
+            return _SECOND * max(self.sizes)
+        batch = first + (self.limit - self.sizes[first]) / slope
+        return max(1, int(batch // self.multiple_of)) * self.multiple_of
+
+    def row(self, name: str) -> LargestBatch:
+        """The result."""
+        batch, following = self.fitting, self.fitting + self.multiple_of
+        return LargestBatch(
+            name,
+            batch,
+            self.sizes.get(batch, 0),
+            self.sizes.get(following),
+            tuple(CompiledBatch(n, size) for n, size in self.sizes.items()),
+        )
+
+
+def _step(
+    step_of_batch: Callable[[int], Any], batch: int
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    made = step_of_batch(batch)
+    is_pair = isinstance(made, tuple) and len(made) == 2
+    if not is_pair or not callable(made[0]) or not isinstance(made[1], tuple | list):
+        raise TypeError(
+            f"jaxact.max_batch: step_of_batch({batch}) returned a value of type "
+            f"{type(made).__name__}; (step, arguments) is required, such as "
+            "`return train_step, (state, jax.ShapeDtypeStruct((n, 512), jnp.int32))`."
+        )
+    return made[0], tuple(made[1])
+
+
+def _check(step_of_batch: object, policies: object, multiple_of: object) -> None:
+    if not callable(step_of_batch):
+        raise TypeError(
+            f"jaxact.max_batch({step_of_batch!r}): a function from a batch size to "
+            "(step, arguments) is required."
+        )
+    is_mapping = isinstance(policies, Mapping) and policies
+    if not is_mapping or not all(
+        isinstance(p, Policy | None)
+        for p in policies.values()  # type: ignore[attr-defined]
+    ):
+        raise TypeError(
+            f"jaxact.max_batch(policies={policies!r}): a mapping from names to "
+            "policies is required: {'2 bits': jaxact.Policy(bits=2), 'now': None}."
+        )
+    if isinstance(multiple_of, bool) or not (
+        isinstance(multiple_of, int) and multiple_of >= 1
+    ):
+        raise ValueError(
+            f"jaxact.max_batch(multiple_of={multiple_of!r}): an integer of at least 1 "
+            "is required, such as multiple_of=8."
+        )

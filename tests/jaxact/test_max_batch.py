@@ -1,0 +1,111 @@
+"""The largest batch: the last that fits, and a compiled one beyond it."""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxact
+from jaxact import Exact, LargestBatches, Policy
+from jaxact._budget.max_batch import MOST_COMPILES, _Search
+
+of = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+
+
+def searched(size, limit, unit=1):
+    """The row that a search ends with, when a batch of n takes size(n) bytes."""
+    search = _Search(limit, unit)
+    while (n := search.next()) is not None:
+        assert n not in search.sizes
+        assert n > 0 == n % unit
+        search.sizes[n] = size(n)
+    return search.row("")
+
+
+CURVES = {
+    "affine": lambda n: 5_000_000 + 70_001 * n,
+    "small ones take more": lambda n: 5_000_000 + 70_001 * n + 900_000 // n,
+    "in blocks": lambda n: 5_000_000 + 70_001 * n + 4096 * (n % 3),
+    "another algorithm": lambda n: 5_000_000 + (70_001 if n < 100 else 69_000) * n,
+}
+
+
+@pytest.mark.parametrize("unit", [1, 8])
+@pytest.mark.parametrize("curve", list(CURVES))
+def test_the_row_is_certified(curve, unit):
+    """Against every batch in turn."""
+    size = CURVES[curve]
+    for limit in (5_000_000, 5_700_000, 6_000_000, 20_000_000, 90_000_000):
+        row = searched(size, limit, unit)
+        assert len(row.compiled) <= MOST_COMPILES
+        assert row.is_certified, (curve, limit, row)
+        assert row.batch == 0 or size(row.batch) == row.bytes <= limit
+        assert size(row.batch + unit) == row.next_bytes > limit
+
+
+def test_a_search_ends_where_nothing_grows():
+    row = searched(lambda n: 100, 1000)
+    assert not row.is_certified
+    assert row.batch > 1000
+    assert len(row.compiled) <= MOST_COMPILES
+
+
+def test_a_curve_that_bends_gives_a_batch_that_fits():
+    row = searched(lambda n: n**2, 10**8)
+    assert row.batch**2 <= 10**8
+    assert len(row.compiled) <= MOST_COMPILES
+
+
+def step_of_batch(n):
+    layer = jaxact.compress(lambda w, x: jnp.tanh(x @ w), activations=1)
+
+    def loss(ws, x):
+        return jax.lax.scan(lambda x, w: (layer(w, x), None), x, ws)[0].sum()
+
+    return jax.jit(jax.grad(loss)), (of((12, 64, 64)), of((n, 64)))
+
+
+def test_compiled_steps():
+    policies = {"exact": Policy(default=Exact()), "4 bits": None}
+    found = jaxact.max_batch(step_of_batch, policies, budget="4MiB", multiple_of=64)
+    assert found.limit == 4 * 2**20 - int(0.05 * 4 * 2**20)
+    assert found["4 bits"].batch > 1.5 * found["exact"].batch > 0
+    for row in found.rows:
+        assert row.is_certified
+        policy = policies[row.name]
+        for batch, size in ((row.batch, row.bytes), (row.batch + 64, row.next_bytes)):
+            step, args = step_of_batch(batch)
+            with jaxact.using(policy or Policy()):
+                compiled = jaxact.memory(step, *args).peak_bytes
+            assert compiled == size
+            assert (size <= found.limit) == (batch == row.batch)
+    text = str(found)
+    assert "1.00x" in text
+    assert "limit 3.8 MiB on cpu" in text
+    assert LargestBatches.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({}, ValueError, "the memory of the device is required"),
+        ({"budget": "much"}, ValueError, "'12GiB'"),
+        ({"budget": 100, "reserve": 100}, ValueError, "a reserve below the budget"),
+        ({"budget": 100, "multiple_of": 0}, ValueError, "multiple_of=8"),
+        ({"budget": 100, "policies": [Policy()]}, TypeError, "a mapping from names"),
+        ({"budget": 100, "policies": {"a": 4}}, TypeError, "a mapping from names"),
+        ({"target": "h1000"}, ValueError, "unknown target"),
+        ({"budget": 100, "step_of_batch": 4}, TypeError, "a function from a batch"),
+        (
+            {"budget": 100, "step_of_batch": lambda n: step_of_batch(n)[0]},
+            TypeError,
+            r"\(step, arguments\) is required",
+        ),
+    ],
+)
+def test_mistakes(changes, error, text):
+    options = {"step_of_batch": step_of_batch} | changes
+    with pytest.raises(error, match=text):
+        jaxact.max_batch(**options)
