@@ -6,8 +6,9 @@ same rule with another `Storage` and with settings in its `Draw`.
 
 The saving is made real by two optimization barriers, one here and one in `backward.py`:
 without this one XLA postpones the encoding and keeps the original array for it. It must
-hold the outputs too, and must not hold an argument: scan would then stack copies of the
-parameters.
+hold the outputs too, and the exact statistics, which XLA would else compute again from
+whole arrays that it keeps for that. It must not hold an argument: scan would then stack
+copies of the parameters.
 """
 
 import functools
@@ -303,7 +304,7 @@ def forward_pass(
     exact = [stored[v] for v in plan.exact]
     packed = [stored[v] for v in plan.packed]
     if packed:
-        outputs, packed = barrier((outputs, packed))
+        outputs, packed, exact = barrier((outputs, packed, exact))
     # Behind the barrier: XLA's host offloading does not look through one.
     codecs = [plan.decisions[v].codec for v in plan.packed]
     packed = [c.keep(x) for c, x in zip(codecs, packed, strict=True)]
