@@ -6,8 +6,9 @@ same rule with another `Storage` and with settings in its `Draw`.
 
 The saving is made real by two optimization barriers, one here and one in `backward.py`:
 without this one XLA postpones the encoding and keeps the original array for it. It must
-hold the outputs too, and must not hold an argument: scan would then stack copies of the
-parameters.
+hold the outputs too, and the exact statistics, which XLA would else compute again from
+whole arrays that it keeps for that. It must not hold an argument: scan would then stack
+copies of the parameters.
 """
 
 import contextlib

@@ -59,9 +59,11 @@ class Passes:
         values = [env[v] for v in self._packed_from]
         pack = self._jitted_pack if _is_traced(values) else self._pack
         packed = pack(seed, settings, values) if plan.packed else []
+        exact = [env[v] for v in plan.exact]
         if packed:
-            outputs, packed = barrier((outputs, packed))
-        stored = {v: env[v] for v in plan.decisions}
+            outputs, packed, exact = barrier((outputs, packed, exact))
+        stored = dict.fromkeys(plan.decisions)
+        stored.update(zip(plan.exact, exact, strict=True))
         # Behind the barrier: XLA's host offloading does not look through one.
         for v, arrays in zip(plan.packed, packed, strict=True):
             stored[v] = plan.decisions[v].codec.keep(arrays)

@@ -10,15 +10,14 @@ the traced program, none of which looks at a function's name, keep that and stor
    evaluated once. Connected elementwise equations become a cell (`cells.py`), which
    keeps its local derivative in the fewest arrays (`derivative.py`): one for a GELU,
    one bit where the derivative has two values. A max-pool keeps the index in its window
-   (`pooling.py`).
+   (`pooling.py`), a softmax its output (`softmax.py`).
 
 2. *Classify* (`affine_classes.py`), after it. Values are exact (parameters, row and
    channel statistics (`statistics.py`), masks, integers) or affine, with exact
    coefficients, in a base. For LayerNorm and BatchNorm, xhat = (x - mean) * rstd is
    affine in x, and so is the next matmul's or, the ReLU's mask being exact, the next
-   convolution's input: one array serves them all. Softmax is exp(scores - max) / sum,
-   affine in its exponential.
-   An affine image of an unbiased value is unbiased.
+   convolution's input: one array serves them all. An affine image of an unbiased value
+   is unbiased.
 
 3. *Store* (`chooser.py`, `bases.py`). Each base is stored once, through the action that
    the policy chooses for it; the few cheap equations between it and the residuals are

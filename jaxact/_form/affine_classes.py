@@ -12,6 +12,7 @@ affine in a single one is a base itself.
 import dataclasses
 from collections.abc import Collection, Hashable
 
+from jaxact._form.softmax import softmaxes
 from jaxact._form.statistics import find_statistics
 from jaxact._jaxpr.primitives import CHEAP, COMPARISONS, SELECTIONS, SUMS
 from jaxact._jaxpr.read import (
@@ -45,6 +46,7 @@ class Classes:
         each element: better stored themselves, unless that one is stored anyway.
       sides: for each max or min that is affine by an exact bit: the mask and whether
         it is true where the first operand wins.
+      softmaxes: for each softmax's output its exponential, after which it is called.
       names: for each base, the `checkpoint_name` equations of values affine in it.
     """
 
@@ -55,6 +57,7 @@ class Classes:
     cheap: set[Var] = dataclasses.field(default_factory=set)
     parts: dict[Var, Var] = dataclasses.field(default_factory=dict)
     sides: dict[Var, tuple[Var, bool]] = dataclasses.field(default_factory=dict)
+    softmaxes: dict[Var, Var] = dataclasses.field(default_factory=dict)
     names: dict[Var, list[Eqn]] = dataclasses.field(default_factory=dict)
 
     def is_exact(self, v: Atom) -> bool:
@@ -85,7 +88,10 @@ def classify(
       inexact: inputs that the backward pass can have only as they are stored.
       kept: variables that are stored exactly, whatever they cost.
     """
-    classes = Classes(find_statistics(jaxpr, is_activation))
+    classes = Classes(
+        find_statistics(jaxpr, is_activation),
+        softmaxes={s.output: s.exponential for s in softmaxes(jaxpr)},
+    )
     comparisons = _comparisons(jaxpr)
     for v in (*jaxpr.constvars, *jaxpr.invars):
         classes.cost[v], classes.needed[v] = 0.0, frozenset()
@@ -127,8 +133,8 @@ def _base(
     # A cast weight, a norm's deviation broadcast along its rows.
     if not bases:
         return None
-    # A GLU's product, a residual join's sum.
-    if len(bases) > 1:
+    # A GLU's product, a residual join's sum; a softmax, whose derivative needs no more.
+    if len(bases) > 1 or v in classes.softmaxes:
         return v
     base = next(iter(bases))
     # A ReLU is affine by the mask that its derivative keeps anyway.
@@ -142,7 +148,7 @@ def _base(
         masked
         or name in SUMS  # x - mean and a norm's bias
         or (name == "mul" and len(inexact) == 1)  # its inverse deviation, its gain
-        or (name == "div" and inexact == [0])  # a softmax by its sum
+        or (name == "div" and inexact == [0])  # an exponential by sums of some
         or (name in SELECTIONS and inexact == [0])  # a fused product's keys
     )
     # A matrix product, a convolution, exp(scores), a GELU, a cast to float8.

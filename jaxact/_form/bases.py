@@ -13,6 +13,7 @@ from jaxact._form.derivative import DERIVATIVE_OF
 from jaxact._form.poles import bases_near_poles
 from jaxact._form.pooling import pool_body
 from jaxact._form.short_norms import bases_in_short_norms
+from jaxact._form.softmax import softmax_body
 from jaxact._jaxpr.flow import fact_of
 from jaxact._jaxpr.primitives import ELEMENTWISE, PLACEMENTS, VIEWS
 from jaxact._jaxpr.read import is_float, is_literal, variables_in
@@ -90,7 +91,8 @@ def flattened(forward: Forward) -> Forward:
     """A forward program with its calls, cells and pools inlined."""
 
     def body(eqn: Eqn) -> Body | None:
-        return cell_body(eqn) or pool_body(eqn) or inlinable_body(eqn)
+        own = cell_body(eqn) or pool_body(eqn) or softmax_body(eqn)
+        return own or inlinable_body(eqn)
 
     jaxpr, constants = flatten(forward.jaxpr, body)
     consts = (*forward.consts, *constants)
@@ -235,7 +237,7 @@ def _is_rounded_by_default(reading: Reading, chooser: Chooser, v: Var) -> bool:
 
 def _residual(reading: Reading, chooser: Chooser, v: Var) -> Residual:
     """`v`, with the names of values that are derived from it."""
-    residual = reading.provenance.of(v)
+    residual = reading.provenance.of(chooser.classes.softmaxes.get(v, v))
     names = [Name(residual.name, residual.label)] if residual.name else []
     for eqn in chooser.classes.names.get(v, []):
         name, label = reading.provenance.name_of(eqn)

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 from jaxact._form.affine_classes import classify
 from jaxact._form.cells import with_cells
 from jaxact._form.pooling import with_pools
+from jaxact._form.softmax import with_softmaxes
 from jaxact._jaxpr.flow import fact_of, flow
 from jaxact._jaxpr.primitives import MOVES
 from jaxact._jaxpr.read import is_float
@@ -35,7 +36,8 @@ def rewrite(flat: Flat) -> tuple[Flat, Callable[[Sequence[Array]], list[Any]]]:
         depends,
         set(filter(depends, flattened.invars)),
     )
-    jaxpr = with_cells(with_pools(jaxpr, depends), classes.is_exact, depends)
+    jaxpr = with_softmaxes(with_pools(jaxpr, depends), depends)
+    jaxpr = with_cells(jaxpr, classes.is_exact, depends)
 
     def with_constants(values: Sequence[Array]) -> list[Any]:
         return [*values[:num_consts], *constants, *values[num_consts:]]

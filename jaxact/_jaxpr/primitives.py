@@ -51,8 +51,8 @@ _INTEGER = frozenset(
 LINEAR = frozenset("add sub neg add_any".split()) | CASTS | COPIES - {"pvary"}
 ELEMENTWISE = LINEAR | PIECEWISE | SMOOTH | STEPS | _INTEGER
 # XLA may compute these where their result is read, and not in memory (`fusion.py`). A
-# kernel would not: with kernels for everything a ResNet-50 step moves 40.9 GB and takes 834 MiB, with
-# these fused 29.0 GB and 521 MiB, with no kernel 29.3 and 520 (every
+# kernel would not: with kernels for everything a ResNet-50 step moves 40.9 GB and takes
+# 834 MiB, with these fused 29.0 GB and 521 MiB, with no kernel 29.3 and 520 (every
 # instruction's operands and results, compiled for an H100, batch 64, 2 bits).
 FUSED = ELEMENTWISE - MOVES
 # Elementwise operations that XLA writes to memory rather than computes twice.

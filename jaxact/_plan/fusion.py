@@ -28,10 +28,10 @@ def in_memory(jaxpr: Jaxpr, outputs: Sequence[Atom]) -> frozenset[Var]:
     Args:
       outputs: those that the program is evaluated for, beside what is stored.
     """
-    return _read_whole(jaxpr, outputs) | _read_later(jaxpr) | _costly(jaxpr)
+    return read_whole(jaxpr, outputs) | _read_later(jaxpr) | _costly(jaxpr)
 
 
-def _read_whole(jaxpr: Jaxpr, outputs: Sequence[Atom]) -> frozenset[Var]:
+def read_whole(jaxpr: Jaxpr, outputs: Sequence[Atom]) -> frozenset[Var]:
     """Results, and values that a matrix product or a convolution reads."""
     found = set(variables_in(outputs))
     for eqn in reversed(jaxpr.eqns):

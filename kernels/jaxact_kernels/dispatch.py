@@ -170,9 +170,7 @@ _lower_definition = mlir.lower_fun(_evaluate, multiple_results=True)
 operation_p.def_impl(_evaluate)
 operation_p.def_abstract_eval(lambda *_, definition, **params: definition.out_avals)
 _lower_on_cpu = functools.partial(_lower, lower=_lower_once)
-mlir.register_lowering(
-    operation_p, functools.partial(_lower, lower=_lower_definition)
-)
+mlir.register_lowering(operation_p, functools.partial(_lower, lower=_lower_definition))
 mlir.register_lowering(operation_p, _lower_on_cpu, platform="cpu")
 mlir.register_lowering(operation_p, _lower_on_gpu, platform="cuda")
 batching.primitive_batchers[operation_p] = _batch

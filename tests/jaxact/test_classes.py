@@ -149,7 +149,7 @@ def test_dropout_stores_a_bit():
     assert stored(lambda p, x: dropout(p, x) @ p["w"]) == ({(T, D): 1}, 1)
 
 
-# Softmax: affine in its exponential.
+# Softmax: its derivative is a function of its output.
 
 
 def by_hand(fill):
@@ -172,8 +172,8 @@ SOFTMAX = {
 
 
 @pytest.mark.parametrize("softmax", SOFTMAX.values(), ids=SOFTMAX)
-def test_softmax_stores_its_exponential(softmax):
-    # x, exp(scores); the constant mask is referenced
+def test_softmax_stores_one_array(softmax):
+    # x, and the softmax; the constant mask is referenced
     assert stored(lambda p, x: softmax(x @ p["w"]) @ p["v"])[0] == {(T, D): 2}
 
 

@@ -74,7 +74,7 @@ def test_a_path_means_the_module_and_all_below(make, pattern):
     (softmax,) = [row for row in table.rows if row.key.endswith("attn/exp")]
     below = [row for row in table.rows if "/attn" in row.path]
     rounded = [row for row in table.rows if row.bias is not jaxact.Bias.EXACT]
-    assert softmax in below and len(below) > 4
+    assert softmax in below and len(below) == 4  # q, k, v
     assert {row.action for row in below} == {Exact()}
     assert rounded and not any("attn" in row.key for row in rounded)
 

@@ -27,9 +27,18 @@ def layout(shape, group_size):
     lead, row = list(shape[:-1]), math.prod(shape[-1:])
     while len(lead) > 1 and row < group_size / 2:
         row *= lead.pop()
+    while len(lead) > 1 and lead[-1] % 2 == 1:
+        num_groups, group = balanced(row, group_size)
+        if num_groups * group / max(row, 1) - 1 <= 0.05:
+            break
+        row *= lead.pop()
+    return tuple(lead), row, *balanced(row, group_size)
+
+
+def balanced(row, group_size):
+    """(groups in a row, elements in a group)."""
     num_groups = math.ceil(row / group_size)
-    group = 32 * math.ceil(row / (32 * num_groups)) if num_groups else 32
-    return tuple(lead), row, num_groups, group
+    return num_groups, 32 * math.ceil(row / (32 * num_groups)) if num_groups else 32
 
 
 def fields(bits):

@@ -1,0 +1,79 @@
+"""Softmaxes are found by their equations, and differentiated as JAX does."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxact
+from jaxact._form.softmax import softmaxes
+from jaxact._jaxpr.compat import open_jaxpr
+from support.variants import mostly_thorough
+
+X = jnp.asarray(np.random.default_rng(0).normal(size=(16, 64)), jnp.float32)
+
+
+def by_hand(axis, keepdims=True):
+    def softmax(x):
+        e = jnp.exp(x - lax.stop_gradient(x.max(axis, keepdims=True)))
+        sums = e.sum(axis, keepdims=keepdims)
+        return e / (sums if keepdims else jnp.expand_dims(sums, axis))
+
+    return softmax
+
+
+SOFTMAXES = {
+    "rows": jax.nn.softmax,
+    "columns": lambda x: jax.nn.softmax(x, 0),
+    "both": lambda x: jax.nn.softmax(x, (0, 1)),
+    "by hand": by_hand(-1),
+    "columns, expanded": by_hand(0, keepdims=False),
+    "bfloat16": lambda x: jax.nn.softmax(x.astype(jnp.bfloat16)).astype(x.dtype),
+}
+OTHERS = {
+    "sums of others": lambda x: jnp.exp(x) / jnp.exp(2 * x).sum(-1, keepdims=True),
+    "sums read too": lambda x: (
+        (e := jnp.exp(x)) / (s := e.sum(-1, keepdims=True)) + jnp.log(s)
+    ),
+    "exponential read too": lambda x: (e := jnp.exp(x)) / e.sum(-1, keepdims=True) + e,
+    "sums along the other axis": lambda x: (
+        (e := jnp.exp(x[:, :16])) / e.sum(0, keepdims=True).T
+    ),
+    "a mean": lambda x: (e := jnp.exp(x)) / e.mean(-1, keepdims=True),
+    "no exponential": lambda x: (e := x * x) / e.sum(-1, keepdims=True),
+}
+
+
+def count(f):
+    jaxpr, _ = open_jaxpr(jax.make_jaxpr(f)(X))
+    return len(list(softmaxes(jaxpr)))
+
+
+@pytest.mark.parametrize("f", SOFTMAXES.values(), ids=SOFTMAXES)
+def test_they_are_found(f):
+    assert count(f) == 1
+
+
+@pytest.mark.parametrize("f", OTHERS.values(), ids=OTHERS)
+def test_others_are_not(f):
+    assert count(f) == 0
+
+
+@pytest.mark.parametrize(
+    "name", mostly_thorough([*SOFTMAXES, *OTHERS], ["rows", "bfloat16"])
+)
+def test_the_gradient_is_that_of_jax(name):
+    f = (SOFTMAXES | OTHERS)[name]
+    exact = jaxact.Policy(rules=(jaxact.Rule(jaxact.Exact()),))
+    small = jaxact.compress(f, activations=0, policy=exact)
+    out = f(X)
+    c = jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape)
+    gradient = lambda f: jax.jit(jax.grad(lambda x: (f(x) * c).sum()))(X)
+    got, want = gradient(small), gradient(f)
+    assert jnp.array_equal(jax.jit(small)(X), jax.jit(f)(X))
+    # A product is rounded by half a unit; the sums have up to 1024 terms, whose
+    # roundings add up in pairs: ten more. 64 units bound both orders of evaluation.
+    dtype = jnp.bfloat16 if name == "bfloat16" else jnp.float32
+    epsilon = float(jnp.finfo(dtype).eps)
+    assert jnp.abs(got - want).max() <= 64 * epsilon * jnp.abs(want).max()
