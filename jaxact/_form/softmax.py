@@ -1,10 +1,10 @@
 """A softmax whose derivative keeps its output alone.
 
 JAX keeps the exponential, the sums along its rows and the quotient. The derivative is a
-function of the quotient y alone: dy = y (dt - sum(y dt)). And y is in memory anyway, for
-the product with the values: one kernel computes the softmax and another one packs its
-output. To store an exponential takes two more (predicted for an H100, ViT-B's first two
-layers at batch 64 and 4 bits: 1.23 instead of 1.18 times as long as uncompressed).
+function of the quotient y alone: dy = y (dt - sum(y dt)). And y is in memory anyway,
+for the product with the values: one kernel computes the softmax and another one packs
+its output. To store an exponential takes two more (predicted for an H100, ViT-B's first
+two layers at batch 64 and 4 bits: 1.23 instead of 1.18 times as long as uncompressed).
 
 In tables and rules the output goes by its exponential's name, as a value that is
 skewed like it.
