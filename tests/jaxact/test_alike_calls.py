@@ -133,7 +133,7 @@ def test_layers_that_share_a_pass_are_rounded_apart():
         return jax.grad(loss)(w)
 
     rounded = gradients(jnp.ones((LAYERS, WIDTH)), X)
-    errors = np.asarray(rounded - X.sum(0))
+    errors = np.asarray(rounded - X.sum(0)[None])
     correlation = np.corrcoef(errors.reshape(LAYERS, -1))
     others = correlation[~np.eye(LAYERS, dtype=bool)]
     # 20 of 64 independent errors each: |r| > 6 / 8 has probability below 1e-9.
