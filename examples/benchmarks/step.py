@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from step_networks import FULL, NETWORKS, SMALL
 from step_report import NOTE, markdown, plot, tables
-from step_runs import Effort, device_counts, in_fresh_process, measure
+from step_runs import NUMBERS, Effort, device_counts, in_fresh_process, measure
 from step_ways import WAYS
 
 Record = dict[str, Any]
@@ -78,7 +78,9 @@ def rows_of(options: argparse.Namespace) -> list[Record]:
     """Those measured now and those that the file has; each is written at once."""
     path = options.output and options.output.with_suffix(".json")
     done = json.loads(path.read_text()) if options.resume and path.exists() else []
-    found = {(row["network"], row["way"]): row for row in done}
+    # A file may be from before some number was measured.
+    empty = dict.fromkeys(NUMBERS)
+    found = {(row["network"], row["way"]): empty | row for row in done}
     wanted = [(network, way) for network in options.model for way in options.ways]
     missing = [key for key in wanted if key not in found]
     take, effort = measurer(), effort_of(options)
