@@ -8,6 +8,7 @@ from jaxact._budget.problem import Solution
 from jaxact._codec import Action
 from jaxact._memory import Memory
 from jaxact._policy import Policy
+from jaxact._report.by_module import ModuleRow, ModuleTable, module_table
 from jaxact._saved import Saved
 from jaxact._tabular import SMALL_SHARE, Column, Tabular, bytes_text
 
@@ -23,6 +24,7 @@ class PlannedRow(Saved):
       key, path: as in a `ResidualTable`.
       way: how its call is kept: 'stored', 'elementwise' (what elementwise operations
         make is computed again) or 'checkpoint' (the call is computed again).
+      elements: of all copies.
       exact_bytes: before it is stored.
       stored_bytes: after.
       time: that packing adds, as a part of the step's.
@@ -33,6 +35,7 @@ class PlannedRow(Saved):
     path: str
     way: str
     action: Action
+    elements: int
     exact_bytes: int
     stored_bytes: int
     time: float
@@ -74,12 +77,14 @@ class FrontierPoint(Saved):
       bytes: of what the budget is for.
       time, noise: added, as in `Plan`.
       is_compiled: whether the bytes are those of a compiled step; else predicted.
+      name: 'uncompressed', 'plan', or '' for a prediction.
     """
 
     bytes: int
     time: float
     noise: float
     is_compiled: bool
+    name: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,6 +163,18 @@ class Plan(Tabular):
         large = [r for r in self.rows if r.exact_bytes >= SMALL_SHARE * total]
         return _COLUMNS, large or list(self.rows)
 
+    def by_path(self, depth: int | None = None) -> ModuleTable:
+        """Bytes by module, before and after.
+
+        Args:
+          depth: path components to tell apart, as `ResidualTable.by_path`.
+        """
+        rows = (
+            ModuleRow(row.path, 1, row.elements, row.exact_bytes, row.stored_bytes)
+            for row in self.rows
+        )
+        return module_table(rows, depth)
+
     def plot(self) -> "Axes":
         """The least added time at each memory, and where this plan and its budget are.
 
@@ -180,6 +197,7 @@ def planned_rows(solution: Solution) -> tuple[PlannedRow, ...]:
             row.path,
             choice.variant.name,
             option.action,
+            row.elements,
             row.exact_bytes,
             option.bytes,
             option.time,

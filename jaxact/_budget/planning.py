@@ -12,7 +12,7 @@ from jaxact._budget import candidates
 from jaxact._budget.plan import FrontierPoint, Plan, Trial, budgeted
 from jaxact._budget.problem import Problem
 from jaxact._budget.read import Step, read_problem
-from jaxact._budget.search import MOST_COMPILES, Search
+from jaxact._budget.search import MOST_COMPILES, UNCOMPRESSED, Search
 from jaxact._budget.size import parsed
 from jaxact._budget.solve import solve
 from jaxact._codec import Action
@@ -133,7 +133,13 @@ def _plan_of(search: Search, best: Trial, limit: int) -> Plan:
 def _frontier(search: Search) -> tuple[FrontierPoint, ...]:
     """Compiled steps, and solutions for sizes between the least and all."""
     points = [
-        FrontierPoint(budgeted(t.memory, search.of), t.time, t.noise, True)
+        FrontierPoint(
+            budgeted(t.memory, search.of),
+            t.time,
+            t.noise,
+            True,
+            "uncompressed" if t.policy == UNCOMPRESSED else "plan",
+        )
         for t in dict.fromkeys((*search.known, *search.trials))
     ]
     least = solve(search.problem, math.inf, is_smallest=True)

@@ -32,12 +32,13 @@ class Row:
     """A residual to choose an action for.
 
     Attributes:
-      exact_bytes: of all copies.
+      elements, exact_bytes: of all copies.
       options: without those that another beats in bytes, time and noise.
     """
 
     key: str
     path: str
+    elements: int
     exact_bytes: int
     options: tuple[Option, ...]
 

@@ -280,7 +280,8 @@ class _Reader:
             )
             decision = heard.decisions[name]
             options = self._options(decision, whole, is_recomputed_from)
-            rows.append(Row(name, whole.path, whole.exact_bytes, options))
+            elements = whole.exact_bytes // whole.dtype.itemsize
+            rows.append(Row(name, whole.path, elements, whole.exact_bytes, options))
         return tuple(rows), fixed
 
     def _options(

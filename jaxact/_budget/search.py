@@ -16,6 +16,7 @@ from jaxact._budget.problem import Problem, Solution
 from jaxact._budget.solve import solve
 from jaxact._codec import Exact
 from jaxact._engine.warnings import CompressionWarning
+from jaxact._measure.progress import progress
 from jaxact._memory import Memory
 from jaxact._policy import Policy, Rule
 from jaxact._recompute import Checkpoint
@@ -55,7 +56,7 @@ class Search:
     def run(self, limit: int, most: int = MOST_COMPILES) -> None:
         """Compile policies until one is within `limit`, nearly."""
         margin, step = _MARGIN, 1.0
-        for number in range(most):
+        for number in progress(range(most), "compiling plans"):
             is_last = number == most - 1 and self.best(limit) is None
             if is_last:
                 margin, step = _SAFE_MARGIN, 2 * step

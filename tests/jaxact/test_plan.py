@@ -111,6 +111,9 @@ def test_is_shown_and_saved(plans):
     assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
     assert "of the budget of 3.56 MiB, on cpu" in str(plan).replace("\n", " ")
     assert "(assumed)" in plan.summary()
+    modules = plan.by_path()
+    assert modules.total.exact_bytes == sum(row.exact_bytes for row in plan.rows)
+    assert modules.total.elements * 4 == modules.total.exact_bytes
     compiled = [point.bytes for point in plan.frontier if point.is_compiled]
     assert plan.bytes in compiled
     pytest.importorskip("matplotlib").use("agg")
@@ -131,6 +134,21 @@ def test_bounds_on_time_and_noise(plans):
     quiet = jaxact.plan(*network(), budget=free.budget, **options)
     assert quiet.noise <= free.noise / 4
     assert quiet.bytes <= quiet.budget
+
+
+def test_an_interruption_returns_the_best_so_far(plans, monkeypatch):
+    """The first compiled step fits; during the second somebody presses Ctrl-C."""
+    known = plans[0.15]
+
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("jaxact._budget.planning.memory", interrupt)
+    options = {"actions": [Quantize(3)], "budget": known.budget}
+    found = jaxact.plan(*network(), **options, earlier=known)
+    assert found.policy == known.policy
+    with pytest.raises(KeyboardInterrupt):
+        jaxact.plan(*network(), **options)
 
 
 @thorough
@@ -229,7 +247,13 @@ def random_problem(rng):
             Option(Quantize(b), size * b // 32, float(rng.uniform(0, 0.1)), 0.5 / 4**b)
             for b in (1, 4)
         ]
-        return Row(name, "", size, (*options, Option(jaxact.Exact(), size, 0.0, 0.0)))
+        return Row(
+            name,
+            "",
+            size // 4,
+            size,
+            (*options, Option(jaxact.Exact(), size, 0.0, 0.0)),
+        )
 
     def call(number):
         rows = tuple(row(f"{number}/{i}") for i in range(2))
