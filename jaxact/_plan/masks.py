@@ -8,9 +8,13 @@ the sum of a residual join.
 
 from collections.abc import Sequence
 
+import jax
+from jax import lax
+
+from jaxact._jaxpr.compat import open_jaxpr
 from jaxact._jaxpr.read import is_literal, literal_key
-from jaxact._jaxpr.rewrite import with_outputs
-from jaxact._jaxpr.types import Atom, Eqn, Jaxpr
+from jaxact._jaxpr.rewrite import new_equation, new_variable, with_outputs
+from jaxact._jaxpr.types import Atom, Eqn, Jaxpr, Var
 from jaxact._plan.fusion import read_whole
 
 # A comparison with a threshold, and the operation that keeps its outcome.
@@ -44,5 +48,14 @@ def masks_of_outputs(jaxpr: Jaxpr, outputs: Sequence[Atom]) -> Jaxpr:
             add(eqn)
             continue
         add(source)
-        eqns.append(eqn.replace(invars=[source.outvars[0], eqn.invars[1]]))
+        held = _held(source.outvars[0], eqn)
+        eqns += [held, eqn.replace(invars=[held.outvars[0], eqn.invars[1]])]
     return with_outputs(jaxpr, eqns, jaxpr.outvars)
+
+
+def _held(v: Var, like: Eqn) -> Eqn:
+    """A barrier: XLA would simplify max(x, 0) > 0 to x > 0."""
+    traced, _ = open_jaxpr(jax.make_jaxpr(lax.optimization_barrier)(v.aval))
+    (eqn,) = traced.eqns
+    outputs = [new_variable(v.aval)]
+    return new_equation(like, eqn.primitive, [v], outputs, eqn.params)

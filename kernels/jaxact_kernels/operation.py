@@ -8,7 +8,7 @@ needs.
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -38,6 +38,9 @@ class Operation(abc.ABC):
             the decoded one, so that XLA can make one kernel from them and the
             definition.
     """
+
+    # Whether XLA:CPU is slower if it fuses the definition with operations around it.
+    is_apart_on_cpu: ClassVar[bool] = False
 
     shape: tuple[int, ...]
     dtype: np.dtype

@@ -64,6 +64,23 @@ def test_on_a_gpu_the_definition_keeps_rows_contiguous(platform, anchored):
         assert axes == sorted(axes, reverse=True)  # innermost first
 
 
+def test_on_a_cpu_masks_and_encodings_stand_apart():
+    def barriers(f, *args):
+        text = lowered(f, *args, platforms=("cpu",))
+        return text.count("stablehlo.optimization_barrier")
+
+    # One of the definition's own, around a group's metadata.
+    encode = lambda x, seed: affine.encode(x, seed, bits=2, is_fused=True)
+    assert barriers(encode, X, SEED) == 3
+    stored = jax.eval_shape(encode, X, SEED)
+    like = {"shape": X.shape, "dtype": X.dtype, "is_fused": True}
+    assert barriers(lambda s: affine.decode(s, **like, bits=2), stored) == 0
+    truth = jax.ShapeDtypeStruct(SHAPE, jnp.bool_)
+    assert barriers(mask.encode, truth) == 2
+    words = jax.eval_shape(mask.encode, truth)
+    assert barriers(lambda w: mask.decode(w, shape=SHAPE), words) == 2
+
+
 def test_every_format_has_a_kernel():
     def all_formats(x, winner):
         return (

@@ -65,6 +65,8 @@ class AffineOperation(Operation):
 class Encode(AffineOperation):
     """Encode an array: (x, seed) to (words, metadata)."""
 
+    is_apart_on_cpu = True
+
     stochastic: bool = True
 
     @property

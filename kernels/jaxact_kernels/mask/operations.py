@@ -19,6 +19,8 @@ from jaxact_kernels.operation import Axes
 class MaskOperation(index.IndexOperation):
     """The index format's layout and axes, with one bit."""
 
+    is_apart_on_cpu = True
+
     bits: int = 1
 
     def check(self) -> None:
