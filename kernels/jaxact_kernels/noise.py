@@ -107,7 +107,7 @@ def _xor_shifted(x: jax.Array, shift: int) -> jax.Array:
 
 
 def _row_major_index(shape: tuple[int, ...], leading: int = 0) -> jax.Array:
-    """Each element's number, `uint32`, in as many more axes with size 1 as `leading`."""
+    """Each element's number, `uint32`, with so many `leading` axes of size 1."""
     # An iota along each axis, not one reshaped: it shards like the array it belongs to.
     full = (1,) * leading + shape
     index = lax.broadcasted_iota(np.uint32, full, leading)

@@ -202,7 +202,7 @@ def dequantize_dithered(
     dtype: DTypeLike,
     bits: int,
 ) -> jax.Array:
-    """The same as `dequantize`, less the noise that `quantize` drew, shaped like codes."""
+    """The same as `dequantize`, less the noise, shaped like codes."""
     each = lax.expand_dims(metadata, range(metadata.ndim, code.ndim))
     zero, step, unit = decoding_line(each)
     plain = lax.convert_element_type(_signed(code), np.float32)
