@@ -77,18 +77,8 @@ class Rotated(Codec[Stored | Wide[Stored]]):
         return self.bits, self.group_size, self._is_adaptive
 
     def encode(self, x: jax.Array, seed: jax.Array) -> Stored | Wide[Stored]:
-        return self._encode(x, seed, is_fused=False)
-
-    def encode_fused(self, x: jax.Array, seed: jax.Array) -> Stored | Wide[Stored]:
-        return self._encode(x, seed, is_fused=True)
-
-    def _encode(
-        self, x: jax.Array, seed: jax.Array, is_fused: bool
-    ) -> Stored | Wide[Stored]:
         def pack(x: jax.Array) -> Stored:
-            operation = rotated.Encode(
-                x.shape, x.dtype, *self._options, is_fused=is_fused
-            )
+            operation = rotated.Encode(x.shape, x.dtype, *self._options)
             words, metadata = run(operation, x, seed)
             return Stored(words, metadata, seed)
 

@@ -60,15 +60,21 @@ class Block:
         """Where tile `k` has elements from the array; None for everywhere."""
         return self._tile(k)[1]
 
-    def load(self, ref: jax.Ref, k: TileNumber) -> jax.Array:
-        """Load the elements in tile `k`; 0 where there are none."""
-        index, is_real = self._tile(k)
-        return _load(ref, index, is_real)
+    def load(self, ref: jax.Ref, k: TileNumber, *, again: bool = False) -> jax.Array:
+        """Load the elements in tile `k`; 0 where there are none.
 
-    def store(self, ref: jax.Ref, k: int, x: jax.Array) -> None:
-        """Store the elements in tile `k`."""
+        Loaded `again`, they are not held in registers in between.
+        """
         index, is_real = self._tile(k)
-        plt.store(ref.at[index], x, mask=is_real)
+        return _load(ref, index, is_real, volatile=again)
+
+    def store(
+        self, ref: jax.Ref, k: TileNumber, x: jax.Array, only: jax.Array | None = None
+    ) -> None:
+        """Store the elements in tile `k`, for groups where `only` holds."""
+        index, is_real = self._tile(k)
+        mask = _all(is_real, None if only is None else self.spread(only))
+        plt.store(ref.at[index], x, mask=mask)
 
     def load_words(self, ref: jax.Ref) -> dict[int, jax.Array]:
         """Load every array that `Tiles.pack` returned, by its first word."""
@@ -84,6 +90,15 @@ class Block:
         for first, words in zip(self.tiles.first_words(), packed, strict=True):
             plt.store(ref.at[self._words(first)], words, mask=mask)
 
+    def load_at(self, ref: jax.Ref, column: jax.Array) -> jax.Array:
+        """Load, for each group, the words in some columns, `[groups, any]`."""
+        return _load(ref, *self._at(column))
+
+    def store_at(self, ref: jax.Ref, column: jax.Array, words: jax.Array) -> None:
+        """Store words in some columns, shaped like them."""
+        index, mask = self._at(column)
+        plt.store(ref.at[index], words, mask=mask)
+
     def load_groups(self, ref: jax.Ref) -> jax.Array:
         """Load one value for each group."""
         return _load(ref, (self.number,), self._is_group)
@@ -91,6 +106,11 @@ class Block:
     def store_groups(self, ref: jax.Ref, x: jax.Array) -> None:
         """Store one value for each group."""
         plt.store(ref.at[self.number], x, mask=self._is_group)
+
+    def _at(self, column: jax.Array) -> tuple[Position, jax.Array | None]:
+        over = lambda x: lax.broadcast_in_dim(x, column.shape, (0,))
+        mask = None if self._is_group is None else over(self._is_group)
+        return (over(self.number), column), mask
 
     def _words(self, first: int) -> Position:
         return self.spread(self.number), lax.add(self._column, np.int32(first))
@@ -113,9 +133,11 @@ class Block:
         return None if self._is_group is None else self.spread(self._is_group)
 
 
-def _load(ref: jax.Ref, index: Position, mask: jax.Array | None) -> jax.Array:
+def _load(
+    ref: jax.Ref, index: Position, mask: jax.Array | None, *, volatile: bool = False
+) -> jax.Array:
     other = None if mask is None else np.zeros((), ref.dtype)
-    return plt.load(ref.at[index], mask=mask, other=other)
+    return plt.load(ref.at[index], mask=mask, other=other, volatile=volatile)
 
 
 def _all(*masks: jax.Array | None) -> jax.Array | None:

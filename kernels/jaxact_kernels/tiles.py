@@ -64,7 +64,8 @@ class Tiles:
             for m in range(repeats):
                 terms = [
                     _shift(
-                        _field(codes[k], offset, width, self.bits), k // repeats * width
+                        cut_field(codes[k], offset, width, self.bits),
+                        k // repeats * width,
                     )
                     for k in range(m, self.count, repeats)
                 ]
@@ -86,7 +87,7 @@ class Tiles:
             slot = lax.div(k, np.int32(repeats))
             part = lax.rem(k, np.int32(repeats))
             shift = lax.convert_element_type(slot * np.int32(width), np.uint32)
-            field = _field(code, offset, width, self.bits)
+            field = cut_field(code, offset, width, self.bits)
             field = lax.shift_left(field, lax.full_like(field, shift))
             for m in range(repeats):
                 is_part = lax.full_like(field, lax.eq(part, np.int32(m)), np.bool_)
@@ -125,7 +126,8 @@ class Tiles:
         ]
 
 
-def _field(code: jax.Array, offset: int, width: int, bits: int) -> jax.Array:
+def cut_field(code: jax.Array, offset: int, width: int, bits: int) -> jax.Array:
+    """`width` bits of a code, from bit `offset` on."""
     if offset:
         code = lax.shift_right_logical(code, np.uint32(offset))
     if offset + width < bits:

@@ -35,6 +35,11 @@ def hadamard(x):
     return np.concatenate([hadamard(a + b), hadamard(a - b)])
 
 
+def eleven_bits(x):
+    """Integers with 11 significant bits: what float16 holds."""
+    return x.astype(np.float16).astype(np.int64)
+
+
 def windows(group):
     size = 2 ** int(math.log2(group))
     if size == group:
@@ -48,28 +53,45 @@ def signs(key, number, group):
         int(oracle.hash32(key + GOLDEN * (number * width + w))) for w in range(width)
     ]
     bits = [hashes[e % width] >> e // width & 1 for e in range(group)]
-    return np.array([-1 if bit else 1 for bit in bits], np.float32)
+    return np.array([-1 if bit else 1 for bit in bits])
+
+
+def factors(group, window):
+    norms = np.ones(group, np.float32)
+    norms[window] = np.float32((window.stop - window.start) ** -0.5)
+    return norms
 
 
 def transform(x, window):
     x = x.copy()
-    size = window.stop - window.start
-    x[window] = hadamard(x[window]) * np.float32(size**-0.5)
+    x[window] = hadamard(x[window])
     return x
 
 
-def rotate(x, key):
-    for number, window in enumerate(windows(len(x))):
-        x = transform(x * signs(key, number, len(x)), window)
+def times(x, factor):
+    """Integers times float32, rounded as a float32, then to an integer."""
+    return np.rint(x.astype(np.float32) * factor).astype(np.int64)
+
+
+def rotate(x, key, power):
+    stages = windows(len(x))
+    for number, window in enumerate(stages):
+        x = transform(eleven_bits(x) * signs(key, number, len(x)), window)
+        shift = power * (number == 0) + 4 * (number == len(stages) - 1)
+        x = times(x, factors(len(x), window) * np.float32(2.0**shift))
     return x
 
 
-def rotate_back(x, key, scale):
-    for number, window in reversed(list(enumerate(windows(len(x))))):
-        x = transform(x, window)
-        x = x * scale if number == 0 else x
-        x = x * signs(key, number, len(x))
-    return x
+def rotate_back(x, key, scale, fraction):
+    stages = windows(len(x))
+    for number, window in reversed(list(enumerate(stages))):
+        x, factor = transform(x, window), factors(len(x), window)
+        if number == len(stages) - 1:
+            factor = factor * np.float32(2.0**fraction)
+        if number:
+            x = eleven_bits(times(x, factor)) * signs(key, number, len(x))
+    coefficient = np.float32(scale) * (factor * np.float32(2.0**-fraction))
+    return x.astype(np.float32) * coefficient * signs(key, 0, len(x)).astype(np.float32)
 
 
 def key_of(seed, index, mean):
@@ -77,34 +99,48 @@ def key_of(seed, index, mean):
     return int(oracle.hash32(first ^ mean << 16))
 
 
+def step_bits(group):
+    return min(14, 23 - math.ceil(math.log2(group)))
+
+
 def centre(values, group):
-    """(d padded to the group, the mean's bits, p)."""
+    """(distances from the mean in steps, padded; the mean's bits; the exponent)."""
     finite = values[np.isfinite(values)]
-    x = np.clip(values, finite.min(), finite.max())
-    p = exponent(abs(x).max())
-    v = np.float32(np.float64(x) * 2.0 ** (1 - p))
-    total = sum(int(np.rint(np.float64(e) * 65536)) for e in v)
-    mean = np.float32(total) * np.float32(2.0**-16 / len(v))
+    lo, hi = np.float32(finite.min()), np.float32(finite.max())
+    half = np.float32(0.5)
+    middle = lo * half + hi * half
+    with np.errstate(over="ignore"):
+        beyond = max(abs(lo), abs(hi)) * np.float32(2.0**-8)
+        reach = max(hi - middle, middle - lo) + beyond
+    top = max(exponent(reach), -100) if np.isfinite(reach) else 128
+    power = step_bits(group) - 1 - top
+    unit = np.float32(2.0**power)
+    steps = np.rint((np.clip(values, lo, hi) - middle) * unit).astype(np.int64)
+    above = np.float32(int(steps.sum())) * np.float32(1 / len(steps))
+    mean = middle + above * np.float32(2.0**-power)
     pattern = (int(mean.view(np.uint32)) + 0x8000) >> 16
-    mean = float(oracle._from_pattern(pattern)) * 2.0 ** (p - 1)
     top = float(ml_dtypes.finfo(ml_dtypes.bfloat16).max)
-    mean = float(np.clip(mean, -top, top))
-    mean = 0.0 if abs(mean) < 2.0**-126 else mean
-    d = np.zeros(group, np.float32)
-    d[: len(v)] = v - np.float32(mean * 2.0 ** (1 - p))
-    return d, oracle._bf16_pattern(mean), p
+    mean = np.float32(np.clip(float(oracle._from_pattern(pattern)), -top, top))
+    mean = np.float32(0) if abs(mean) < 2.0**-126 else mean
+    distances = np.zeros(group, np.int64)
+    distances[: len(steps)] = steps - int(np.rint((mean - middle) * unit))
+    return distances, oracle._bf16_pattern(float(mean)), power
 
 
-def sizes(x, e, f):
-    return [int(np.rint(np.float64(abs(v)) * 2.0 ** (f - 1 - e))) for v in x]
+def sum_of_squares(distances):
+    """Of distances with `size_bits` bits."""
+    dropped = step_bits(len(distances)) + 1 - bits_of_size(len(distances))
+    return sum(int(np.rint(abs(d) / 2**dropped)) ** 2 for d in distances), dropped
 
 
-def level_number(size, deviation, bits, f):
+def level_number(y, deviation, power, bits):
+    y, one = np.float32(abs(y)), np.float32(1)
     if bits in LEVELS:
+        scaled = np.float32(deviation) * np.float32(2.0**power)
         pairs = zip(LEVELS[bits], LEVELS[bits][1:], strict=False)
-        return sum(size > deviation * (a + b) >> 25 - f for a, b in pairs)
-    inverse = 2**31 // max(deviation * STEPS[bits], 2**16)
-    return min(size * 2 ** (15 - f) * inverse >> 19, 2 ** (bits - 1) - 1)
+        return sum(y > scaled * (one * (a + b) / 1024) for a, b in pairs)
+    inverse = 2**31 // max(deviation * STEPS[bits], 2**15)
+    return min(int(y * np.float32(inverse * 2.0 ** (-19 - power))), 2 ** (bits - 1) - 1)
 
 
 def level(number, bits):
@@ -115,26 +151,25 @@ def bits_of_size(group):
     return (31 - math.ceil(math.log2(group))) // 2
 
 
-def encode_group(d, mean, p, seed, index, bits, dropped):
+def encode_group(distances, mean, power, seed, index, bits, dropped):
     """Codes, and the scale's bits."""
-    group, f = len(d), bits_of_size(len(d))
+    group = len(distances)
     key = key_of(seed, index, mean)
-    y = rotate(d, key)
-    top = abs(y).max()
-    t = max(exponent(top), -60) if top else -60
-    each = sizes(y, t, f)
-    squares = sum(v * v for v in each)
-    deviation = math.isqrt(squares // group * 4 ** (15 - f))
-    numbers = [level_number(v, deviation, bits, f) for v in each]
-    products = sum(v * level(n, bits) for v, n in zip(each, numbers, strict=True))
-    negative = y.view(np.uint32) >> 31
-    codes = np.array(numbers, np.uint32) | negative << (bits - 1)
-    if products == 0:
+    squares, short = sum_of_squares(distances)
+    length = max(exponent(np.float32(squares)), 0) if squares else 0
+    unit = (13 if group <= 1024 else 12) - (length + 2) // 2 - short
+    y = rotate(distances, key, unit)
+    deviation = math.isqrt(squares // group * 4**short)
+    numbers = [level_number(v, deviation, unit + 4, bits) for v in y]
+    pairs = zip(y, numbers, strict=True)
+    products = sum(abs(int(v)) * level(n, bits) for v, n in pairs)
+    codes = np.array(numbers, np.uint32) | (y < 0).astype(np.uint32) << (bits - 1)
+    if products == 0 or squares == 0:
         return codes, 0
     up, down = 32 - squares.bit_length(), 32 - products.bit_length()
     shifted = products << down
     quotient = (squares << up) // ((shifted >> 16) + (shifted >> 15 & 1))
-    power = t + p - f + down - up - 16
+    power = unit + 4 - power + 2 * short + down - up - 16
     number = len(windows(group)) * (group // 32)
     draw = int(oracle.hash32(key + GOLDEN * number)) % 2**dropped
     pattern = int(np.float32(quotient).view(np.uint32)) + draw + (power << 23)
@@ -153,7 +188,7 @@ def affine_metadata(values, bits, dtype):
     return oracle._bf16_pattern(zero), oracle._bf16_pattern(scale)
 
 
-def choose(values, d, p, bits, dtype):
+def choose(values, distances, power, bits, dtype):
     """(is it rotated, zero point with the flag for dither, scale)."""
     finite = values[np.isfinite(values)]
     values = np.clip(values, finite.min(), finite.max())
@@ -163,13 +198,14 @@ def choose(values, d, p, bits, dtype):
     fixed = np.rint(np.clip(t, 0, (2**bits - 1) * 65536)).astype(int)
     plain = sum(int(e % 65536) * (65536 - int(e % 65536)) >> 16 for e in fixed)
     dithered = 65536 * len(values) // 12
-    e, f = exponent(abs(d).max()), bits_of_size(len(d))
-    squares = sum(v * v for v in sizes(d, e, f)) >> 1
-    step = np.float32(float(s) * 2.0 ** (1 - p - e))
+    squares, _ = sum_of_squares(distances)
+    step = np.float32(float(s) * 2.0**power)
+    step = step * np.float32(2.0 ** -(step_bits(len(distances)) + 1))
     least = np.float32(min(dithered, plain)) * np.float32(2.0**-16)
     affine = step * step * least
-    factor = np.float32(2 * ERROR[bits] * 4.0 ** (1 - f))
-    is_rotated = np.float32(squares) * factor < affine and p >= -87
+    factor = np.float32(ERROR[bits] * 4.0 ** -bits_of_size(len(distances)))
+    is_rotated = np.float32(squares) * factor < affine
+    is_rotated = is_rotated and step_bits(len(distances)) - 1 - power >= -87
     return is_rotated, zero | (dithered < plain), scale
 
 
@@ -186,18 +222,23 @@ def encode(x, seed, *, bits, group_size, is_adaptive):
             plain = oracle.codes(values, zero, scale, 0x8000, bits)
             codes[: len(values)] = plain
         else:
-            d, mean, p = centre(values, group)
+            distances, mean, power = centre(values, group)
             is_rotated = True
             if is_adaptive:
-                is_rotated, zero, scale = choose(values, d, p, bits, x.dtype)
+                found = choose(values, distances, power, bits, x.dtype)
+                is_rotated, zero, scale = found
             if is_rotated:
                 dropped = 16 + is_adaptive
-                codes, scale = encode_group(d, mean, p, seed, index, bits, dropped)
+                codes, scale = encode_group(
+                    distances, mean, power, seed, index, bits, dropped
+                )
                 zero, scale = mean, scale | is_adaptive
             else:
                 noise = oracle.noise(seed, index, zero, scale, group)[: len(values)]
                 codes = np.zeros(group, np.uint32)
                 clean = zero & ~1
+                finite = values[np.isfinite(values)]
+                values = np.clip(values, finite.min(), finite.max())
                 codes[: len(values)] = oracle.codes(values, clean, scale, noise, bits)
         words.append(oracle.pack(codes, bits))
         metadata.append(zero << 16 | scale)
@@ -220,10 +261,11 @@ def decode_group(code, zero, scale, seed, index, bits, is_adaptive):
         return (np.float64(z) + np.float64(s) * (code - draw + 0.5)).astype(np.float32)
     scale = scale & ~1 if is_adaptive else scale
     magnitude = [level(int(c) & 2 ** (bits - 1) - 1, bits) for c in code]
-    sign = np.where(code >> (bits - 1) & 1, -1, 1)
-    q = (sign * magnitude).astype(np.float32)
+    q = np.where(code >> (bits - 1) & 1, -1, 1) * np.array(magnitude)
+    most = LEVELS[bits][-1] if bits in LEVELS else 2**bits - 1
+    fraction = math.floor(15 - math.log2(most * math.sqrt(len(code))))
     half = np.float32(oracle._from_pattern(scale) / 2)
-    z = rotate_back(q, key_of(seed, index, zero), half)
+    z = rotate_back(q, key_of(seed, index, zero), half, fraction)
     return (np.float32(oracle._from_pattern(zero) / 2) + z) * np.float32(2)
 
 

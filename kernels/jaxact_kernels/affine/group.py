@@ -31,7 +31,7 @@ MAGIC_BITS = np.uint32(0x4B000000)
 
 def largest(dtype: DTypeLike, spare: int = 0) -> np.float32:
     """The largest bfloat16 that `dtype` can hold, its last `spare` bits 0."""
-    return (_max(dtype).view(np.uint32) & _kept(spare)).view(np.float32)
+    return (largest_number(dtype).view(np.uint32) & _kept(spare)).view(np.float32)
 
 
 @jax.named_scope("metadata")
@@ -118,7 +118,7 @@ def is_constant(metadata: jax.Array) -> jax.Array:
 
 def saturated(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """`x` within the finite range of `dtype`; NaN stays."""
-    top = _max(dtype)
+    top = largest_number(dtype)
     return put(-top, lax.lt(x, -top), put(top, lax.gt(x, top), x))
 
 
@@ -183,7 +183,7 @@ def _covering_scale(
     above = lax.add(pattern(exact), np.uint32((2**16 << spare) - 1))
     above = lax.bitwise_and(above, _kept(spare))
     half_span = lax.mul(float_of(above), half_steps)
-    overflows = lax.gt(lax.add(half_z, half_span), _max(dtype) * HALF)
+    overflows = lax.gt(lax.add(half_z, half_span), largest_number(dtype) * HALF)
     scale = lax.shift_right_logical(above, np.uint32(16))
     excess = lax.convert_element_type(overflows, np.uint32)
     return lax.sub(scale, lax.shift_left(excess, np.uint32(spare)))
@@ -206,7 +206,8 @@ def _half_steps(
     return half_steps, inverse
 
 
-def _max(dtype: DTypeLike) -> np.float32:
+def largest_number(dtype: DTypeLike) -> np.float32:
+    """The largest finite number of a dtype, at most float32's."""
     return np.float32(min(float(jnp.finfo(dtype).max), F32_MAX))
 
 

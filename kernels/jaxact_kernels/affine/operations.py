@@ -2,42 +2,25 @@
 
 import dataclasses
 import functools
-import importlib
 from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import Any
 
 import jax
 
-from jaxact_kernels import checks, noise, words
+from jaxact_kernels import noise
 from jaxact_kernels.affine import reference
 from jaxact_kernels.affine.reference import Stored
-from jaxact_kernels.device import Device, old_for_triton
-from jaxact_kernels.layout import Layout, layout_of
+from jaxact_kernels.coded import CodedOperation
+from jaxact_kernels.device import Device
 from jaxact_kernels.numbering import Numbering
-from jaxact_kernels.operation import GROUP_AXIS, Axes, Operation
+from jaxact_kernels.operation import Axes
 
 
 @dataclasses.dataclass(frozen=True)
-class AffineOperation(Operation):
+class AffineOperation(CodedOperation):
     """Options that encode and decode share."""
 
-    bits: int
-    group_size: int = 256
-
-    def check(self) -> None:
-        checks.check_bits(self.bits, "a code")
-        checks.check_float(self.dtype, self.shape, "affine")
-
-    @property
-    def layout(self) -> Layout:
-        return layout_of(self.shape, self.group_size)
-
-    @property
-    def stored_axes(self) -> tuple[Axes, Axes]:
-        """Axes of words and metadata."""
-        groups = (*self.lead_axes, GROUP_AXIS)
-        return (*groups, "word"), groups
+    format = "affine"
 
     @property
     def options(self) -> dict[str, Any]:
@@ -46,14 +29,7 @@ class AffineOperation(Operation):
     def kernels(self) -> dict[str, Callable[[Device], str | None]]:
         # Both are bound by memory by their instruction counts (kernels/benchmarks).
         # Triton comes first because it serves every shape.
-        return {"triton": self._triton_declines, "mosaic_gpu": self._mosaic_declines}
-
-    def _triton_declines(self, device: Device) -> str | None:
-        try:
-            from jaxact_kernels.affine import triton
-        except ImportError:
-            return "this version of JAX has no Pallas Triton"
-        return old_for_triton(device) or triton.declines(self.layout, self.dtype)
+        return {**super().kernels(), "mosaic_gpu": self._mosaic_declines}
 
     def _mosaic_declines(self, device: Device) -> str | None:
         from jaxact_kernels.affine import mosaic_gpu
@@ -87,7 +63,7 @@ class Encode(AffineOperation):
         self, implementation: str, numbering: Numbering | None
     ) -> Callable[..., Stored]:
         return functools.partial(
-            _module(implementation).encode,
+            self.module(implementation).encode,
             **self.options,
             stochastic=self.stochastic,
             numbering=numbering,
@@ -133,7 +109,7 @@ class Decode(AffineOperation):
     def kernel(
         self, implementation: str, numbering: Numbering | None
     ) -> Callable[..., tuple[jax.Array]]:
-        module, options = _module(implementation), self.options
+        module, options = self.module(implementation), self.options
         count = self.num_operands + self.is_dithered
         is_dithered = options.pop("is_dithered")
 
@@ -153,7 +129,7 @@ class Decode(AffineOperation):
 
     def check_operands(self, stored: Stored, operands: Sequence[jax.Array]) -> None:
         """Raise `ValueError` where this cannot decode such arrays."""
-        self._check_stored(stored)
+        self.check_arrays(stored)
         if self.then is None:
             if operands:
                 count = len(operands)
@@ -166,14 +142,6 @@ class Decode(AffineOperation):
                 f"{self.shape}; broadcast it first"
             )
         self._check_then(self.then, operands)
-
-    def _check_stored(self, stored: Stored) -> None:
-        layout = self.layout
-        groups = (*layout.lead, layout.num_groups)
-        packed = (*groups, words.num_words(layout.group, self.bits))
-        required = [checks.described("uint32", each) for each in (packed, groups)]
-        options = {"bits": self.bits, "group_size": self.group_size}
-        checks.check_stored(stored, required, shape=self.shape, **options)
 
     def _check_then(
         self, then: Callable[..., jax.Array], operands: Sequence[jax.Array]
@@ -190,7 +158,3 @@ class Decode(AffineOperation):
                 f"`then` returned {out}; it is elementwise and requires one array of "
                 f"shape {self.shape}; continue after decoding"
             )
-
-
-def _module(implementation: str) -> ModuleType:
-    return importlib.import_module(f"jaxact_kernels.affine.{implementation}")

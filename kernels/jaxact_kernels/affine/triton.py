@@ -10,7 +10,6 @@ import functools
 from collections.abc import Callable, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
@@ -21,7 +20,6 @@ from jaxact_kernels import noise, words
 from jaxact_kernels.affine import group
 from jaxact_kernels.affine.reference import Stored
 from jaxact_kernels.affine.triton_codes import (
-    Tile,
     as_float,
     dithered_tiles,
     first_counter,
@@ -32,6 +30,11 @@ from jaxact_kernels.affine.triton_codes import (
     round_tiles,
     to_float32,
 )
+from jaxact_kernels.affine.triton_extremes import (
+    are_ordinary,
+    extremes,
+    finite_extremes,
+)
 from jaxact_kernels.block import Block, elements_shape, output
 from jaxact_kernels.config import Config, heuristic
 from jaxact_kernels.layout import Layout, layout_of
@@ -39,8 +42,6 @@ from jaxact_kernels.numbering import Numbering
 from jaxact_kernels.tiles import Tiles
 
 MOST_PER_GROUP = 4096
-
-Ends = tuple[jax.Array, jax.Array]
 
 
 def encode(
@@ -160,8 +161,8 @@ def _encode(
         first = first_ref[0][0] if first_ref else None
         draw = noise.Draw(seed_ref[0], numbering, first)
     xs = [block.load(x_ref, k) for k in range(tiles.count)]
-    lo, hi, is_finite = _finite_extremes(block, xs, can_pair=not interpret)
-    is_ordinary = _all(is_finite, lax.lt(_sizes(lo, hi), _ordinary_below(dtype)))
+    lo, hi, is_finite = finite_extremes(block, xs, can_pair=not interpret)
+    is_ordinary = are_ordinary((lo, hi), is_finite, dtype)
 
     def store(metadata: jax.Array, packed: Sequence[jax.Array]) -> None:
         block.store_words(words_ref, packed)
@@ -177,7 +178,7 @@ def _encode(
         # In a loop that loads each tile once more: a branch that hardly ever runs
         # should hold no registers and take no time to compile.
         load = lambda k: to_float32(block.load(x_ref, k))
-        lo, hi = _extremes(block, load, group.largest(dtype))
+        lo, hi = extremes(block, load, group.largest(dtype))
         metadata = group.metadata(lo, hi, tiles.bits, dtype)
         fixed = fixed_point(block, group.encoding_line(lo, metadata))
         counter = first_counter(block, draw, metadata)
@@ -223,104 +224,3 @@ def _decode(
         if then is not None:
             x = then(x, *(block.load(ref, k) for ref in operand_refs))
         block.store(out_ref, k, x)
-
-
-def _ordinary_below(dtype: DTypeLike) -> np.float32:
-    """The bound below which elements are ordinary.
-
-    No scale is then made smaller lest it overflow the dtype, no zero point is held
-    back, and a group's sum is finite.
-    """
-    return np.float32(min(float(group.largest(dtype)) / 4, 2.0**110))
-
-
-def _sizes(lo: jax.Array, hi: jax.Array) -> jax.Array:
-    return lax.max(lax.abs(lo), lax.abs(hi))
-
-
-def _all(*flags: jax.Array) -> jax.Array:
-    """Whether all flags hold for all groups."""
-    flag = lax.convert_element_type(functools.reduce(lax.bitwise_and, flags), np.int32)
-    return lax.eq(jnp.min(flag), np.int32(1))
-
-
-def _finite_extremes(
-    block: Block, xs: list[Tile], *, can_pair: bool
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Extremes, right where all elements are finite; and whether all are.
-
-    The sum reveals NaN and infinities, which `min` and `max` may drop.
-    """
-    floats = [to_float32(x) for x in xs]
-    if xs[0].dtype.itemsize == 2 and block.is_real(0) is None and can_pair:
-        lo = functools.reduce(functools.partial(_paired, "min"), xs)
-        hi = functools.reduce(functools.partial(_paired, "max"), xs)
-        lo, hi = (jnp.min(to_float32(lo), axis=1), jnp.max(to_float32(hi), axis=1))
-    else:
-        los, his = _padded(block, floats, np.float32(np.inf))
-        lo, hi = _over_group(lax.min, jnp.min, los), _over_group(lax.max, jnp.max, his)
-    total = _over_group(lax.add, jnp.sum, floats)
-    return lo, hi, lax.lt(lax.abs(total), np.float32(np.inf))
-
-
-def _paired(op: str, a: Tile, b: Tile) -> Tile:
-    """`min` or `max` for 16-bit floats, two by one instruction.
-
-    Triton widens them to float32, one by one, on the kernel's busiest pipe.
-    """
-    kind = {"bfloat16": "bf16x2", "float16": "f16x2"}[a.dtype.name]
-    out = jax.ShapeDtypeStruct(a.shape, a.dtype)
-    [joined] = plt.elementwise_inline_asm(
-        f"{op}.{kind} $0, $1, $2;",
-        args=[a, b],
-        constraints="=r,r,r",
-        pack=2,
-        result_shape_dtypes=[out],
-    )
-    return joined
-
-
-def _extremes(block: Block, load: Callable[[jax.Array], Tile], big: np.float32) -> Ends:
-    """Each group's least and greatest finite element; NaN where there is a NaN."""
-
-    def join(k: jax.Array, ends: tuple[Tile, Tile, Tile]) -> tuple[Tile, Tile, Tile]:
-        lo, hi, nan = ends
-        x = load(k)
-        is_ignored = lax.eq(lax.abs(x), np.float32(np.inf))
-        is_real = block.is_real(k)
-        if is_real is not None:
-            is_ignored = lax.bitwise_or(is_ignored, lax.bitwise_not(is_real))
-        is_nan = lax.convert_element_type(lax.ne(x, x), np.int32)
-        return (
-            lax.min(lo, group.put(big, is_ignored, x)),
-            lax.max(hi, group.put(-big, is_ignored, x)),
-            lax.bitwise_or(nan, is_nan),
-        )
-
-    ends = (lax.full(block.shape, end, np.float32) for end in (np.inf, -np.inf))
-    start = (*ends, lax.full(block.shape, 0, np.int32))
-    lo, hi, nan = lax.fori_loop(0, block.tiles.count, join, start)
-    lo, hi = jnp.min(lo, axis=1), jnp.max(hi, axis=1)
-    is_nan = lax.gt(jnp.max(nan, axis=1), np.int32(0))
-    return group.put(np.float32(np.nan), is_nan, lax.min(lo, hi)), lax.max(lo, hi)
-
-
-def _padded(
-    block: Block, xs: list[Tile], big: np.float32
-) -> tuple[list[Tile], list[Tile]]:
-    """Elements for a minimum and for a maximum: `big` and `-big` for padding."""
-    reals = [real for k in range(len(xs)) if (real := block.is_real(k)) is not None]
-    if not reals:
-        return xs, xs
-    padding = [lax.bitwise_not(real) for real in reals]
-    los = [group.put(big, pad, x) for x, pad in zip(xs, padding, strict=True)]
-    his = [group.put(-big, pad, x) for x, pad in zip(xs, padding, strict=True)]
-    return los, his
-
-
-def _over_group(
-    join: Callable[[Tile, Tile], Tile],
-    reduce: Callable[..., jax.Array],
-    tiles: list[Tile],
-) -> jax.Array:
-    return reduce(functools.reduce(join, tiles), axis=1)

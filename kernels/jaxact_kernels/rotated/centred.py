@@ -1,87 +1,106 @@
-"""Groups around their means, as ordinary numbers and as integers.
+"""Groups around their means, in integers.
 
 Every number that a sum over a group decides is a sum of integers, which is the same in
-any order.
+any order. An element x is seen as its *step*, the integer nearest to (x - middle) *
+2**exponent: at most 2**`fixed_bits` in size, with the group's middle and a power of two
+that its extremes decide.
 """
 
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from jaxact_kernels.affine import group as affine
-from jaxact_kernels.affine.group import HIGH_HALF, float_of, pattern
+from jaxact_kernels.affine.group import HALF, HIGH_HALF, float_of, pattern
 from jaxact_kernels.layout import Layout
 
-MEAN_BITS = 16  # of the fractions that are added up for a mean
 MANTISSA = np.uint32(23)  # bits of a float32 below its exponent
+# A float in [2**23, 2**24) has an integer in its low 23 bits: adding this rounds to it.
+MAGIC = np.float32(1.5 * 2**23)
+MAGIC_BITS = np.uint32(0x4B400000)
+LEAST_REACH = np.int32(-100)  # as an exponent: below, steps are coarser
 
 
-class Centred(NamedTuple):
-    """Groups around their means, times a power of two that makes numbers ordinary.
+class Frame(NamedTuple):
+    """The integer grid for each group.
 
     Attributes:
-        elements: `float32[*lead, num_groups, group]`, below 8 in size; padding is 0.
-        mean: bfloat16 bits in the high half, 0 in the low; of the group as it was.
-        exponent: `int32`, of the largest element; its size is below 2**(exponent + 1).
-        reach: the largest size among a group's elements, and at least 0.
-        is_ordinary: whether a group has no NaN and is not constant.
+        lo: its least element, or 0 where it has a NaN.
+        hi: its greatest element, or 0.
+        middle: between the two; its step is 0.
+        exponent: `int32`; steps are 2**-exponent apart.
+        is_ordinary: whether the group has no NaN and is not constant.
     """
 
-    elements: jax.Array
-    mean: jax.Array
+    lo: jax.Array
+    hi: jax.Array
+    middle: jax.Array
     exponent: jax.Array
-    reach: jax.Array
     is_ordinary: jax.Array
 
 
-def centre(
-    groups: jax.Array, ends: tuple[jax.Array, jax.Array], layout: Layout
-) -> Centred:
-    """Take off each group's mean, rounded to bfloat16.
+def fixed_bits(group: int) -> int:
+    """Bits of a step's size: sums over a group of twice that are exact in float32."""
+    return min(14, 23 - (group - 1).bit_length())
+
+
+def frame(ends: tuple[jax.Array, jax.Array], group: int) -> Frame:
+    """The grid for groups of so many elements.
 
     Args:
-        groups: `float32[*lead, num_groups, group]`.
-        ends: each group's least and greatest finite element, NaN where it has a NaN;
-            infinities count as these.
+        ends: each group's least and greatest finite element, NaN where it has a NaN.
     """
     lo, hi = (affine.flush(end) for end in ends)
-    is_ordinary = (lo == lo) & (lo != hi)
-    lo, hi = (jnp.where(end == end, end, np.float32(0)) for end in (lo, hi))
-    x = jnp.where(groups > lo[..., None], groups, lo[..., None])  # NaN too
-    x = jnp.where(x < hi[..., None], x, hi[..., None])
-    peak = exponent_of(lax.max(abs(lo), abs(hi)), least=-126)
-    unit = power_of_two(np.int32(1) - peak)  # the peak is in [2, 4) then
-    is_real = layout.is_real()
-    scaled = jnp.where(is_real, x * unit[..., None], np.float32(0))
-    # Back and forth, so that a mean that is too small to be normal is 0 in both.
-    mean = _mean(scaled, layout) * power_of_two(peak - np.int32(1))
+    is_ordinary = lax.bitwise_and(lax.eq(lo, lo), lax.ne(lo, hi))
+    lo, hi = (affine.put(np.float32(0), lax.ne(end, end), end) for end in (lo, hi))
+    middle = lax.add(lax.mul(lo, HALF), lax.mul(hi, HALF))
+    # A mean, rounded to bfloat16, may lie this far outside.
+    beyond = lax.mul(lax.max(lax.abs(lo), lax.abs(hi)), np.float32(2.0**-8))
+    reach = lax.max(lax.sub(hi, middle), lax.sub(middle, lo))
+    top = exponent_of(lax.add(reach, beyond), least=int(LEAST_REACH))
+    exponent = lax.sub(np.int32(fixed_bits(group) - 1), top)
+    return Frame(lo, hi, middle, exponent, is_ordinary)
+
+
+def mean(
+    frame: Frame, total: jax.Array, inverse: jax.typing.ArrayLike
+) -> tuple[jax.Array, jax.Array]:
+    """Each group's mean, a bfloat16 as float32, and its step, an integer as float32.
+
+    Args:
+        total: sums of steps, `int32`.
+        inverse: of how many elements were added.
+    """
+    above = lax.mul(lax.convert_element_type(total, np.float32), inverse)
+    # A product with a power of two is exact, so that no contraction shows.
+    exact = lax.add(frame.middle, lax.mul(above, power_of_two(-frame.exponent)))
+    rounded = lax.add(pattern(exact), np.uint32(0x8000))  # ties away from zero
+    mean = float_of(lax.bitwise_and(rounded, HIGH_HALF))
     most = affine.largest(np.float32)
     mean = affine.flush(lax.clamp(-most, mean, most))
-    offset = mean * unit
-    elements = jnp.where(is_real, scaled - offset[..., None], np.float32(0))
-    reach = lax.max(abs(hi * unit - offset), abs(lo * unit - offset))
-    return Centred(elements, pattern(mean), peak, reach, is_ordinary)
+    distance = lax.mul(lax.sub(mean, frame.middle), power_of_two(frame.exponent))
+    step = as_integer(lax.add(distance, MAGIC))
+    return mean, lax.convert_element_type(step, np.float32)
 
 
-def integer_sizes(x: jax.Array, exponent: jax.Array, bits: int) -> jax.Array:
-    """Sizes of elements below 2**(exponent + 1), rounded to `uint32` up to 2**bits."""
-    unit = power_of_two(np.int32(bits - 1) - exponent)
-    sizes = lax.round(abs(x) * unit[..., None], lax.RoundingMethod.TO_NEAREST_EVEN)
-    return sizes.astype(np.int32).astype(np.uint32)
+def as_integer(sum: jax.Array) -> jax.Array:
+    """The integer nearest to x, given x + MAGIC, for sizes below 2**22: `int32`."""
+    return lax.bitcast_convert_type(lax.sub(pattern(sum), MAGIC_BITS), np.int32)
 
 
 def exponent_of(x: jax.Array, *, least: int) -> jax.Array:
     """The exponent of positive float32, `int32`, at least `least`."""
-    exponent = (pattern(x) >> MANTISSA).astype(np.int32) - np.int32(127)
+    exponent = lax.shift_right_logical(pattern(x), MANTISSA)
+    exponent = lax.sub(lax.convert_element_type(exponent, np.int32), np.int32(127))
     return lax.max(exponent, np.int32(least))
 
 
 def power_of_two(exponent: jax.Array) -> jax.Array:
-    """2 to a power from -127 to 127, exactly; the least is 0."""
-    return float_of((exponent + np.int32(127)).astype(np.uint32) << MANTISSA)
+    """2 to a power from -126 to 127, exactly."""
+    biased = lax.convert_element_type(lax.add(exponent, np.int32(127)), np.uint32)
+    return float_of(lax.shift_left(biased, MANTISSA))
 
 
 def total(integers: jax.Array) -> jax.Array:
@@ -95,12 +114,3 @@ def real_elements(layout: Layout) -> np.ndarray:
     real = np.full(layout.num_groups, layout.group, np.uint32)
     real[-1:] -= np.uint32(layout.padding)
     return real.reshape(*(1 for _ in layout.lead), layout.num_groups)
-
-
-def _mean(scaled: jax.Array, layout: Layout) -> jax.Array:
-    """Means over real elements, rounded to bfloat16."""
-    fixed = scaled * np.float32(2.0**MEAN_BITS)
-    fixed = lax.round(fixed, lax.RoundingMethod.TO_NEAREST_EVEN).astype(np.int32)
-    inverse = (2.0**-MEAN_BITS / real_elements(layout)).astype(np.float32)
-    mean = pattern(total(fixed).astype(np.float32) * inverse)
-    return float_of((mean + np.uint32(0x8000)) & HIGH_HALF)  # ties away from zero

@@ -9,25 +9,23 @@ import numpy as np
 from jax import lax
 
 from jaxact_kernels.affine.group import float_of
-from jaxact_kernels.layout import Layout
-from jaxact_kernels.rotated import group
-from jaxact_kernels.rotated.centred import (
-    Centred,
-    exponent_of,
-    integer_sizes,
-    power_of_two,
-    real_elements,
-    total,
-)
+from jaxact_kernels.rotated.centred import Frame, fixed_bits, power_of_two
+from jaxact_kernels.rotated.group import NORMAL_ERROR, size_bits
 
 SPARE = 1  # bits of a scale and of a zero point, which say the choice
 ROTATED = np.uint32(1)
 DITHERED = np.uint32(1 << 16)
-SMALLEST_PEAK = np.int32(-87)  # below, scales could underflow: no rotation
+SMALLEST_REACH = -87  # its exponent; below, scales could underflow: no rotation
 
 
 def choose(
-    centred: Centred, fixed: jax.Array, metadata: jax.Array, layout: Layout, bits: int
+    frame: Frame,
+    squares: jax.Array,
+    stochastic: jax.Array,
+    count: jax.Array | np.ndarray | np.uint32,
+    metadata: jax.Array,
+    group: int,
+    bits: int,
 ) -> tuple[jax.Array, jax.Array]:
     """Metadata with the flag for dither; and whether a group is rotated.
 
@@ -36,31 +34,37 @@ def choose(
     squared distance from the mean.
 
     Args:
-        fixed: affine codes in units of 2**-16.
+        frame: of each group.
+        squares: `int32`, sums of squared sizes.
+        stochastic: `uint32`, sums of `spread`.
+        count: `uint32`, how many elements were added.
         metadata: of the affine format.
     """
-    fraction = fixed & np.uint32(0xFFFF)
-    product = fraction * (np.uint32(65536) - fraction)
-    stochastic = total(product >> np.uint32(16))
-    dithered = real_elements(layout) * np.uint32(65536) // np.uint32(12)
-    dithered = jnp.broadcast_to(dithered, stochastic.shape)
-    is_dithered = (dithered < stochastic) & centred.is_ordinary
-    least = lax.min(dithered, stochastic).astype(np.int32).astype(np.float32)
-    # In a unit in which nothing overflows: the largest distance is between 1 and 2.
-    exponent = exponent_of(centred.reach, least=-60)
-    step = float_of(metadata << np.uint32(16)) * power_of_two(
-        np.int32(1) - centred.exponent
+    dithered = jnp.broadcast_to(
+        count * np.uint32(65536) // np.uint32(12), squares.shape
     )
-    step = step * power_of_two(-exponent)
+    is_dithered = (dithered < stochastic) & frame.is_ordinary
+    least = lax.min(dithered, stochastic).astype(np.int32).astype(np.float32)
+    # In a unit in which nothing overflows: no distance from the mean is above 1.
+    step = float_of(metadata << np.uint32(16)) * power_of_two(frame.exponent)
+    step = step * np.float32(2.0 ** -(fixed_bits(group) + 1))
     affine_error = step * step * (least * np.float32(2.0**-16))
-    bits_of_size = group.size_bits(layout.group)
-    distances = integer_sizes(centred.elements, exponent, bits_of_size)
-    squares = (total(distances * distances) >> np.uint32(1)).astype(np.int32)
-    factor = 2 * group.NORMAL_ERROR[bits] * 4.0 ** (1 - bits_of_size)
-    rotated_error = squares.astype(np.float32) * np.float32(factor)
-    is_rotated = (rotated_error < affine_error) & (centred.exponent >= SMALLEST_PEAK)
+    factor = np.float32(NORMAL_ERROR[bits] * 4.0 ** -size_bits(group))
+    rotated_error = squares.astype(np.float32) * factor
+    largest = np.int32(fixed_bits(group) - 1 - SMALLEST_REACH)
+    is_rotated = (rotated_error < affine_error) & (frame.exponent <= largest)
     flag = is_dithered.astype(np.uint32) * DITHERED
-    return metadata | flag, is_rotated & centred.is_ordinary
+    return metadata | flag, is_rotated & frame.is_ordinary
+
+
+def spread(fixed: jax.Array) -> jax.Array:
+    """f (1 - f) for the fraction f of an affine code, `uint32`, in units of 2**-16.
+
+    Args:
+        fixed: codes in units of 2**-16.
+    """
+    fraction = fixed & np.uint32(0xFFFF)
+    return fraction * (np.uint32(65536) - fraction) >> np.uint32(16)
 
 
 def is_rotated(metadata: jax.Array) -> jax.Array:

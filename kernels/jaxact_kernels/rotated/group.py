@@ -1,11 +1,11 @@
 """Levels and scale for one rotated group, in integers.
 
 Sums over a group decide its metadata. Integers add up to the same in any order, so all
-implementations agree on them. A rotated element y is seen as its *size*, an integer up
-to 2**f: |y| times a power of two, rounded; f is `size_bits(group)`.
+implementations agree on them.
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 
 import jax
@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 
 from jaxact_kernels.affine.group import pattern
+from jaxact_kernels.rotated.centred import exponent_of, fixed_bits, power_of_two
 
 # Positive levels with the least squared error for a standard normal (Lloyd 1982; Max
 # 1960, "Quantizing for minimum distortion"), in units of 1 / 512.
@@ -32,45 +33,96 @@ NORMAL_ERROR = {
     **{5: 0.003507, 6: 0.001041, 7: 0.0003044, 8: 0.0000877},
 }
 MOST_PER_GROUP = 4096
-DEVIATION_BITS = 15  # a standard deviation is in units of 2**-15 of the top size
 SMALLEST_EXPONENT = np.int32(19)  # of a scale: 2**-108, as in the affine format
 
 
 def size_bits(group: int) -> int:
-    """The bits f with which sums of squared sizes, up to group * 4**f, fit 32 bits."""
+    """The bits f with which sums of squared sizes, up to group * 4**f, fit 31 bits."""
     return (31 - (group - 1).bit_length()) // 2
 
 
+def size(distance: jax.Array, group: int) -> jax.Array:
+    """Sizes of distances from the mean in steps, in `size_bits`, `uint32`."""
+    scaled = lax.mul(lax.abs(distance), np.float32(2.0 ** -dropped_bits(group)))
+    scaled = lax.round(scaled, lax.RoundingMethod.TO_NEAREST_EVEN)
+    return scaled.astype(np.int32).astype(np.uint32)
+
+
+def dropped_bits(group: int) -> int:
+    """By how many bits a size is shorter than a distance from the mean, in steps."""
+    return fixed_bits(group) + 1 - size_bits(group)
+
+
+def norm_exponent(squares: jax.Array, group: int) -> jax.Array:
+    """Of the power of two with which a group's norm is at most 2**13, `int32`.
+
+    Args:
+        squares: `int32`, the sum of squared sizes over each group.
+    """
+    above = exponent_of(squares.astype(np.float32), least=0) + np.int32(2)
+    bits = lax.shift_right_arithmetic(above, np.int32(1)) + np.int32(
+        dropped_bits(group)
+    )
+    return np.int32(norm_bits(group)) - bits
+
+
+def norm_bits(group: int) -> int:
+    """With it, sums of products with levels fit 32 bits."""
+    return 13 if group <= 1024 else 12
+
+
 def deviation(squares: jax.Array, group: int) -> jax.Array:
-    """The root of a mean square, rounded down, in units of 2**-15 of the top size.
+    """The root of a mean square, rounded down, `int32`, in steps.
 
     Args:
-        squares: `uint32`, the sum of squared sizes over each group.
+        squares: `int32`, the sum of squared sizes over each group.
     """
-    shift = 2 * (DEVIATION_BITS - size_bits(group))
-    return _integer_root(squares // np.uint32(group) << np.uint32(shift))
+    shift = np.uint32(2 * dropped_bits(group))
+    mean = lax.div(squares.astype(np.uint32), np.uint32(group))
+    return _integer_root(lax.shift_left(mean, shift))
 
 
-def level_numbers(sizes: jax.Array, deviations: jax.Array, bits: int) -> jax.Array:
-    """Which positive level is nearest to each size: `uint32[..., group]`.
+def thresholds(deviation: jax.Array, exponent: jax.Array, bits: int) -> list[jax.Array]:
+    """Bounds between positive levels, lowest first; for 5 bits or more a slope.
 
     Args:
-        sizes: of elements, `uint32[..., group]`.
-        deviations: from `deviation`, one for each group.
+        deviation: from `deviation`, one for each group.
+        exponent: `int32`, of what the rotation multiplied steps with.
     """
-    shift = DEVIATION_BITS - size_bits(sizes.shape[-1])
     if bits in LEVELS:
-        number = lax.full_like(sizes, 0)
-        for a, b in itertools.pairwise(LEVELS[bits]):
-            # Half way between two levels, (a + b) / 1024 standard deviations.
-            middle = deviations * np.uint32(a + b) >> np.uint32(10 + shift)
-            number = number + (sizes > middle[..., None]).astype(np.uint32)
+        scaled = deviation.astype(np.float32) * power_of_two(exponent)
+        # Half way between two levels: (a + b) / 1024 standard deviations.
+        pairs = itertools.pairwise(LEVELS[bits])
+        return [scaled * np.float32((a + b) / 1024) for a, b in pairs]
+    # 2**31 / (deviation * step) by integers: not every device divides floats alike.
+    steps = lax.max(
+        deviation.astype(np.uint32) * np.uint32(STEPS[bits]), np.uint32(1 << 15)
+    )
+    inverse = lax.div(lax.full_like(steps, 1 << 31), steps)
+    return [inverse.astype(np.int32).astype(np.float32) * power_of_two(-19 - exponent)]
+
+
+def level_number(y: jax.Array, bounds: list[jax.Array], bits: int) -> jax.Array:
+    """Which positive level is nearest to |y|, `uint32`.
+
+    Args:
+        y: a rotated element.
+        bounds: from `thresholds`, with one element where `y` has one.
+    """
+    y = lax.abs(y)
+    if bits in LEVELS:
+        number = lax.full_like(y, 0, np.uint32)
+        for bound in bounds:
+            number = lax.add(number, lax.gt(y, bound).astype(np.uint32))
         return number
-    # A product with an inverse, 2**31 / (deviation * step).
-    steps = lax.max(deviations * np.uint32(STEPS[bits]), np.uint32(1 << 16))
-    inverse = np.uint32(1 << 31) // steps
-    number = (sizes << np.uint32(shift)) * inverse[..., None] >> np.uint32(19)
+    number = lax.mul(y, bounds[0]).astype(np.int32).astype(np.uint32)  # rounds down
     return lax.min(number, np.uint32(2 ** (bits - 1) - 1))
+
+
+def fraction_bits(bits: int, group: int) -> int:
+    """Of elements between a decoder's transforms, so that these stay below 2**15."""
+    most = LEVELS[bits][-1] if bits in LEVELS else 2**bits - 1
+    return math.floor(15 - math.log2(most * math.sqrt(group)))
 
 
 def level(number: jax.Array, bits: int) -> jax.Array:
@@ -78,6 +130,13 @@ def level(number: jax.Array, bits: int) -> jax.Array:
     if bits not in LEVELS:
         return (number << np.uint32(1)) + np.uint32(1)
     return _chosen(number, LEVELS[bits])
+
+
+def level_value(number: jax.Array, bits: int) -> jax.Array:
+    """The level as float32."""
+    if bits not in LEVELS:
+        return level(number, bits).astype(np.int32).astype(np.float32)
+    return _chosen(number, LEVELS[bits], np.float32)
 
 
 def scale(
@@ -94,13 +153,13 @@ def scale(
     it would be biased for every element alike. 0 where it is below 2**-108.
 
     Args:
-        squares: sum of squared sizes.
-        products: sum of sizes times levels.
+        squares: sum of squared sizes, `uint32`.
+        products: sum of rotated elements times levels, both positive, `uint32`.
         exponent: `int32`.
         draw: `uint32`, random.
         spare: how many of the last bits are 0.
     """
-    zeros, divisor_zeros = lax.clz(squares), lax.clz(products)
+    zeros, divisor_zeros = _leading_zeros(squares), _leading_zeros(products)
     divisor = products << divisor_zeros  # of which 16 bits, rounded, are enough
     divisor = (divisor >> np.uint32(16)) + (divisor >> np.uint32(15) & np.uint32(1))
     quotient = (squares << zeros) // lax.max(divisor, np.uint32(1))
@@ -110,8 +169,19 @@ def scale(
     exact = exact + (exponent.astype(np.uint32) << np.uint32(23))
     rounded = exact + (draw & np.uint32((2**16 << spare) - 1))
     rounded = rounded >> np.uint32(16 + spare) << np.uint32(spare)
-    is_normal = (products > np.uint32(0)) & (biased >= SMALLEST_EXPONENT)
+    is_normal = (products > np.uint32(0)) & (squares > np.uint32(0))
+    is_normal = is_normal & (biased >= SMALLEST_EXPONENT)
     return jnp.where(is_normal, rounded, np.uint32(0))
+
+
+def _leading_zeros(x: jax.Array) -> jax.Array:
+    """Zeros above the highest one, `uint32`; 31 for 0. Triton has no `lax.clz`."""
+    count = lax.full_like(x, 0)
+    for half in (16, 8, 4, 2, 1):
+        is_low = x < np.uint32(1 << (32 - half))
+        step = is_low.astype(np.uint32) * np.uint32(half)
+        count, x = count + step, lax.shift_left(x, step)
+    return count
 
 
 def _integer_root(x: jax.Array) -> jax.Array:
@@ -124,9 +194,11 @@ def _integer_root(x: jax.Array) -> jax.Array:
     return root + (above * above <= x).astype(np.uint32)
 
 
-def _chosen(number: jax.Array, values: Sequence[int]) -> jax.Array:
+def _chosen(
+    number: jax.Array, values: Sequence[int], dtype: type = np.uint32
+) -> jax.Array:
     """`values[number]`, by selects over the number's bits."""
-    full = [lax.full_like(number, value) for value in values]
+    full = [lax.full_like(number, value, dtype) for value in values]
     bit = 0
     while len(full) > 1:
         is_set = (number & np.uint32(1 << bit)) != np.uint32(0)

@@ -7,27 +7,25 @@ from typing import Any
 
 import jax
 
-from jaxact_kernels import checks, words
-from jaxact_kernels.device import Device
-from jaxact_kernels.layout import Layout, layout_of
+from jaxact_kernels import checks
+from jaxact_kernels.coded import CodedOperation
 from jaxact_kernels.numbering import Numbering
-from jaxact_kernels.operation import GROUP_AXIS, Axes, Operation
+from jaxact_kernels.operation import Axes
 from jaxact_kernels.rotated import reference
 from jaxact_kernels.rotated.group import MOST_PER_GROUP
 from jaxact_kernels.rotated.reference import Stored
 
 
 @dataclasses.dataclass(frozen=True)
-class RotatedOperation(Operation):
+class RotatedOperation(CodedOperation):
     """Options that encode and decode share."""
 
-    bits: int
-    group_size: int = 256
     is_adaptive: bool = False
 
+    format = "rotated"
+
     def check(self) -> None:
-        checks.check_bits(self.bits, "a code")
-        checks.check_float(self.dtype, self.shape, "rotated")
+        super().check()
         if self.group_size > MOST_PER_GROUP:
             raise ValueError(
                 f"got group_size={self.group_size}; sums over a group fit 32 bits only "
@@ -36,30 +34,12 @@ class RotatedOperation(Operation):
             )
 
     @property
-    def layout(self) -> Layout:
-        return layout_of(self.shape, self.group_size)
-
-    @property
-    def stored_axes(self) -> tuple[Axes, Axes]:
-        """Axes of words and metadata."""
-        groups = (*self.lead_axes, GROUP_AXIS)
-        return (*groups, "word"), groups
-
-    @property
     def options(self) -> dict[str, Any]:
         return {
             "bits": self.bits,
             "group_size": self.group_size,
             "is_adaptive": self.is_adaptive,
         }
-
-    def kernels(self) -> dict[str, Callable[[Device], str | None]]:
-        return {}
-
-    def kernel(
-        self, implementation: str, numbering: Numbering | None
-    ) -> Callable[..., tuple[jax.Array, ...]]:
-        raise NotImplementedError(f"the rotated format has no {implementation} kernel")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +58,12 @@ class Encode(RotatedOperation):
     def reference(self) -> Callable[..., tuple[jax.Array, jax.Array]]:
         return functools.partial(reference.encode, **self.options)
 
+    def kernel(
+        self, implementation: str, numbering: Numbering | None
+    ) -> Callable[..., tuple[jax.Array, jax.Array]]:
+        encode = self.module(implementation).encode
+        return functools.partial(encode, **self.options, numbering=numbering)
+
 
 @dataclasses.dataclass(frozen=True)
 class Decode(RotatedOperation):
@@ -92,14 +78,26 @@ class Decode(RotatedOperation):
         return (self.unpacked_axes,)
 
     @property
+    def options(self) -> dict[str, Any]:
+        return {"shape": self.shape, "dtype": self.dtype, **super().options}
+
+    @property
     def reference(self) -> Callable[..., jax.Array]:
-        options = {"shape": self.shape, "dtype": self.dtype, **self.options}
-        return functools.partial(reference.decode, **options)
+        return functools.partial(reference.decode, **self.options)
+
+    def kernel(
+        self, implementation: str, numbering: Numbering | None
+    ) -> Callable[..., tuple[jax.Array]]:
+        module, options = self.module(implementation), self.options
+
+        def decode(
+            words: jax.Array, metadata: jax.Array, seed: jax.Array, *first: jax.Array
+        ) -> tuple[jax.Array]:
+            stored = Stored(words, metadata, seed)
+            return (module.decode(stored, *first, **options, numbering=numbering),)
+
+        return decode
 
     def check_stored(self, stored: Stored) -> None:
         """Raise `ValueError` where this cannot decode such arrays."""
-        layout = self.layout
-        groups = (*layout.lead, layout.num_groups)
-        packed = (*groups, words.num_words(layout.group, self.bits))
-        required = [checks.described("uint32", each) for each in (packed, groups, ())]
-        checks.check_stored(stored, required, shape=self.shape, **self.options)
+        self.check_arrays(stored, checks.described("uint32", ()))

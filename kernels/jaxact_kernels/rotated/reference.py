@@ -35,6 +35,7 @@ Contracts:
     range: values beyond the dtype's largest number saturate.
 """
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -45,18 +46,17 @@ from jax.typing import DTypeLike
 
 from jaxact_kernels import noise, words
 from jaxact_kernels.affine import group as affine_group, reference as affine
-from jaxact_kernels.affine.group import HIGH_HALF, float_of, pattern
-from jaxact_kernels.layout import layout_of
+from jaxact_kernels.affine.group import HALF, HIGH_HALF, float_of, pattern
+from jaxact_kernels.layout import Layout, layout_of
 from jaxact_kernels.rotated import choice, group, rotation
 from jaxact_kernels.rotated.centred import (
-    Centred,
-    centre,
-    exponent_of,
-    integer_sizes,
+    Frame,
+    frame,
+    mean as mean_of,
+    power_of_two,
+    real_elements,
     total,
 )
-
-HALF = np.float32(0.5)
 
 
 class Stored(NamedTuple):
@@ -82,17 +82,23 @@ def encode(
     layout = layout_of(x.shape, group_size)
     groups = affine.split(x, layout)
     ends = affine.extremes(groups, x.dtype)
-    centred = centre(groups, ends, layout)
+    grid = frame(ends, layout.group)
+    groups = clipped(groups, grid)
     spare = choice.SPARE if is_adaptive else 0
-    codes, metadata = rotated_codes(centred, seed, bits, spare)
+    distances, mean = centre(groups, grid, layout)
+    squares = total(square(group.size(distances, layout.group)))
+    codes, metadata = rotated_codes(distances, squares, mean, grid, seed, bits, spare)
     plain = affine_group.metadata(*ends, bits, x.dtype, spare)
     fixed = affine.fixed_point(groups, affine_group.encoding_line(ends[0], plain), bits)
     if is_adaptive:
-        plain, is_rotated = choice.choose(centred, fixed, plain, layout, bits)
+        stochastic, count = total(choice.spread(fixed)), real_elements(layout)
+        plain, is_rotated = choice.choose(
+            grid, squares, stochastic, count, plain, layout.group, bits
+        )
         metadata = metadata | choice.ROTATED
         draw = noise.sixteen_bits(noise.group_keys(seed, plain), layout.group)
     else:
-        is_rotated = centred.is_ordinary
+        is_rotated = grid.is_ordinary
         draw = affine.NEAREST  # only groups without noise are left
     plain_codes = affine.round_fixed_point(fixed, draw)
     if layout.padding:  # is rotated like the rest; elsewhere its code is 0
@@ -112,16 +118,14 @@ def decode(
 ) -> jax.Array:
     """See `jaxact_kernels.rotated.decode`."""
     layout = layout_of(shape, group_size)
-    codes, metadata, seed = (
-        words.unpack(stored.words, bits),
-        stored.metadata,
-        stored.seed,
-    )
+    metadata, seed = stored.metadata, stored.seed
+    codes = words.unpack_slots(stored.words, bits)
     is_constant = affine_group.is_constant(metadata)
     if is_adaptive:
         rotated = rotated_values(codes, metadata & ~choice.ROTATED, seed, bits)
         clean = jnp.where(is_constant, metadata, choice.without_flags(metadata))
-        draw = noise.sixteen_bits(noise.group_keys(seed, metadata), layout.group)
+        keys = noise.group_keys(seed, metadata)
+        draw = noise.slots_of_bits(keys, codes.shape[keys.ndim :])
         dithered = affine.dequantize_dithered(codes, clean, draw, np.float32, bits)
         plain = affine.dequantize(codes, clean, np.float32)
         is_dithered = choice.is_dithered(metadata)
@@ -134,38 +138,78 @@ def decode(
     return layout.join(affine_group.saturated(x, dtype).astype(dtype), shape)
 
 
+def clipped(groups: jax.Array, grid: Frame) -> jax.Array:
+    """Groups within their finite extremes; where there is a NaN, all 0."""
+    lo, hi = grid.lo[..., None], grid.hi[..., None]
+    return jnp.where(groups > lo, lax.min(groups, hi), lo)
+
+
+def centre(
+    groups: jax.Array, grid: Frame, layout: Layout
+) -> tuple[jax.Array, jax.Array]:
+    """Distances from the means in steps, integers as float32; and the means' bits.
+
+    Padding has distance 0.
+    """
+    steps = (groups - grid.middle[..., None]) * power_of_two(grid.exponent)[..., None]
+    steps = lax.round(steps, lax.RoundingMethod.TO_NEAREST_EVEN)
+    if layout.padding:
+        steps = jnp.where(layout.is_real(), steps, np.float32(0))
+    inverse = (1 / real_elements(layout)).astype(np.float32)
+    mean, offset = mean_of(grid, total(steps.astype(np.int32)), inverse)
+    distances = steps - offset[..., None]
+    if layout.padding:
+        distances = jnp.where(layout.is_real(), distances, np.float32(0))
+    return distances, pattern(mean)
+
+
 def rotated_codes(
-    centred: Centred, seed: jax.Array, bits: int, spare: int
+    distances: jax.Array,
+    squares: jax.Array,
+    mean: jax.Array,
+    grid: Frame,
+    seed: jax.Array,
+    bits: int,
+    spare: int,
 ) -> tuple[jax.Array, jax.Array]:
     """Codes, `uint32[*lead, num_groups, group]`, and metadata for rotated groups."""
-    size = centred.elements.shape[-1]
-    keys = noise.group_keys(seed, centred.mean)
-    y = rotation.rotate(centred.elements, keys)
-    top = lax.reduce(abs(y), np.float32(0), lax.max, (y.ndim - 1,))
-    exponent = exponent_of(top, least=-60)
-    size_bits = group.size_bits(size)
-    sizes = integer_sizes(y, exponent, size_bits)
-    squares = total(sizes * sizes)
-    number = group.level_numbers(sizes, group.deviation(squares, size), bits)
+    size = distances.shape[-1]
+    keys = noise.group_keys(seed, mean)
+    power = group.norm_exponent(squares, size)
+    y = rotation.rotate(distances, keys, power_of_two(power))
+    power = power + np.int32(rotation.FRACTION_BITS)
+    bounds = group.thresholds(group.deviation(squares, size), power, bits)
+    number = group.level_number(y, [bound[..., None] for bound in bounds], bits)
+    sizes = abs(y).astype(np.int32).astype(np.uint32)
     products = total(sizes * group.level(number, bits))
-    # One unit of a size is 2**(exponent + 1 - size_bits), of an element 2**(peak - 1).
-    unit = exponent + centred.exponent - np.int32(size_bits)
     draw = rotation.spare_bits(keys, size)
-    scale = group.scale(squares, products, unit, draw, spare)
-    sign = pattern(y) >> np.uint32(31)
-    return number | sign << np.uint32(bits - 1), centred.mean | scale
+    unit = power - grid.exponent + np.int32(2 * group.dropped_bits(size))
+    scale = group.scale(squares.astype(np.uint32), products, unit, draw, spare)
+    sign = (y < np.float32(0)).astype(np.uint32)  # zeros' signs differ with the order
+    return number | sign << np.uint32(bits - 1), mean | scale
+
+
+def square(sizes: jax.Array) -> jax.Array:
+    """Squares as `int32`."""
+    return (sizes * sizes).astype(np.int32)
 
 
 def rotated_values(
     codes: jax.Array, metadata: jax.Array, seed: jax.Array, bits: int
 ) -> jax.Array:
-    """Values, float32 and perhaps infinite, from codes and metadata."""
+    """Values, float32 and perhaps infinite, from codes and metadata.
+
+    Args:
+        codes: from `words.unpack_slots`.
+    """
     keys = noise.group_keys(seed, metadata & HIGH_HALF)
     sign = codes >> np.uint32(bits - 1) << np.uint32(31)
     number = codes & np.uint32(2 ** (bits - 1) - 1)
     level = group.level(number, bits).astype(np.int32).astype(np.float32)
-    level = float_of(pattern(level) | sign)
+    size = math.prod(codes.shape[metadata.ndim :])
+    level = float_of(pattern(level) | sign).reshape(*metadata.shape, size)
     scale = float_of(metadata << np.uint32(16)) * HALF
-    half = rotation.rotate_back(level, keys, scale)
+    fraction = group.fraction_bits(bits, size)
+    half = rotation.rotate_back(level, keys, scale, fraction)
     mean = float_of(metadata & HIGH_HALF) * HALF
     return (mean[..., None] + half) * np.float32(2)

@@ -1,0 +1,76 @@
+"""Encode and decode in formats with packed codes and metadata for each group."""
+
+import abc
+import dataclasses
+import importlib
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any, ClassVar
+
+import jax
+
+from jaxact_kernels import checks, words
+from jaxact_kernels.device import Device, old_for_triton
+from jaxact_kernels.layout import Layout, layout_of
+from jaxact_kernels.operation import GROUP_AXIS, Axes, Operation
+
+
+@dataclasses.dataclass(frozen=True)
+class CodedOperation(Operation):
+    """An operation with words of codes, and 32 bits for each group.
+
+    Attributes:
+        bits: in a code.
+        group_size: most elements that share metadata.
+    """
+
+    bits: int
+    group_size: int = 256
+
+    format: ClassVar[str]
+
+    def check(self) -> None:
+        """Raise `ValueError` where the format does not hold such an array."""
+        checks.check_bits(self.bits, "a code")
+        checks.check_float(self.dtype, self.shape, self.format)
+
+    @property
+    def layout(self) -> Layout:
+        """Where groups lie in the unpacked array."""
+        return layout_of(self.shape, self.group_size)
+
+    @property
+    def stored_axes(self) -> tuple[Axes, Axes]:
+        """Axes of words and metadata."""
+        groups = (*self.lead_axes, GROUP_AXIS)
+        return (*groups, "word"), groups
+
+    @property
+    @abc.abstractmethod
+    def options(self) -> dict[str, Any]:
+        """Arguments of the definition and of kernels, besides operands."""
+
+    def kernels(self) -> dict[str, Callable[[Device], str | None]]:
+        """Why each implementation cannot do this on a device; None where it can."""
+        return {"triton": self._triton_declines}
+
+    def module(self, implementation: str) -> ModuleType:
+        """The module of an implementation."""
+        name = f"jaxact_kernels.{self.format}.{implementation}"
+        return importlib.import_module(name)
+
+    def check_arrays(self, stored: Sequence[jax.Array], *others: str) -> None:
+        """Require words and metadata, and arrays that `others` describe."""
+        layout = self.layout
+        groups = (*layout.lead, layout.num_groups)
+        packed = (*groups, words.num_words(layout.group, self.bits))
+        required = [checks.described("uint32", each) for each in (packed, groups)]
+        options = {"bits": self.bits, "group_size": self.group_size}
+        checks.check_stored(stored, [*required, *others], shape=self.shape, **options)
+
+    def _triton_declines(self, device: Device) -> str | None:
+        try:
+            triton = self.module("triton")
+        except ImportError:
+            return "this version of JAX has no Pallas Triton"
+        return old_for_triton(device) or triton.declines(self.layout, self.dtype)
