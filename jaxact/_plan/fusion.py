@@ -28,12 +28,15 @@ def in_memory(jaxpr: Jaxpr, outputs: Sequence[Atom]) -> frozenset[Var]:
     Args:
       outputs: those that the program is evaluated for, beside what is stored.
     """
-    return read_whole(jaxpr, outputs) | _read_later(jaxpr) | _costly(jaxpr)
+    return read_whole(jaxpr, outputs) | _costly(jaxpr)
 
 
 def read_whole(jaxpr: Jaxpr, outputs: Sequence[Atom]) -> frozenset[Var]:
-    """Results, and values that a matrix product or a convolution reads."""
-    found = set(variables_in(outputs))
+    """Results, and values that a matrix product reads, or something after a later one.
+
+    `outputs`: as in `in_memory`.
+    """
+    found = {*variables_in(outputs), *_read_later(jaxpr)}
     for eqn in reversed(jaxpr.eqns):
         name = eqn.primitive.name
         if name in MATMULS or (name in _MOVES and not found.isdisjoint(eqn.outvars)):
@@ -41,7 +44,7 @@ def read_whole(jaxpr: Jaxpr, outputs: Sequence[Atom]) -> frozenset[Var]:
     return frozenset(found)
 
 
-def _read_later(jaxpr: Jaxpr) -> frozenset[Var]:
+def _read_later(jaxpr: Jaxpr) -> set[Var]:
     """Values that an equation reads together with a later matrix product's result."""
     level: dict[Var, int] = {}  # products on the longest path to each variable
     found: set[Var] = set()
@@ -51,11 +54,11 @@ def _read_later(jaxpr: Jaxpr) -> frozenset[Var]:
         found.update(v for v in inputs if level.get(v, 0) < highest)
         after = highest + (eqn.primitive.name in MATMULS)
         level.update(dict.fromkeys(eqn.outvars, after))
-    return frozenset(found)
+    return found
 
 
 def _costly(jaxpr: Jaxpr) -> frozenset[Var]:
-    """Values that elementwise operations make, at least one of them costly."""
+    """Values that elementwise operations make, a costly one among them."""
     found: set[Var] = set()
     for eqn in jaxpr.eqns:
         if not is_elementwise(eqn):

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 import jaxact
 from jaxact._jaxpr.compat import open_jaxpr
@@ -57,6 +58,7 @@ def normalized(y):
         (lambda w, x: (x * x) @ w, (2, 0)),
         (lambda w, x: ((x @ w) * (x @ w.T)) ** 2, (1, 2)),  # derivatives, once
         (lambda w, x: (y := x @ w + x, y @ w + y)[1], (2, 0)),  # the next join reads y
+        (lambda w, x: (y := checkpoint_name(x @ w + x, "y"), y @ w + y)[1], (2, 0)),
     ],
 )
 def test_who_packs(f, expected):
