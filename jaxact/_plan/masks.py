@@ -43,7 +43,7 @@ def masks_of_outputs(jaxpr: Jaxpr, outputs: Sequence[Atom]) -> Jaxpr:
 
     for eqn in jaxpr.eqns:
         name, key = eqn.primitive.name, tuple(map(literal_key, eqn.invars))
-        source = clipped.get((_KEEPING.get(name), *key))
+        source = clipped.get((_KEEPING.get(name, ""), *key))
         if source is None or not is_literal(eqn.invars[1]):
             add(eqn)
             continue
