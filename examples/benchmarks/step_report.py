@@ -220,8 +220,11 @@ def plot_points(axis: Any, points: Sequence[Point]) -> None:
         axis.annotate(point.row["way"], (x, y), fontsize=7, **offset)
     axis.axhline(1, color="gray", linewidth=0.5)
     axis.set_xscale("log")
-    axis.set_yscale("log")
-    axis.margins(x=0.2)
+    axis.margins(x=0.35, y=0.1)
+    (least, most), sizes = axis.get_xlim(), [2**k for k in range(20)]
+    sizes = [size for size in sizes if least <= size <= most]
+    axis.set_xticks(sizes, [str(size) for size in sizes])
+    axis.minorticks_off()
     is_measured = any(point.row["ratio"] for point in points)
     axis.set_xlabel("temp memory of the compiled step, MiB")
     kind = "time" if is_measured else "predicted time"
