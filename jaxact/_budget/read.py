@@ -296,10 +296,10 @@ class _Reader:
         for action in self._actions:
             if action.declines(residual.shape, residual.dtype) is not None:
                 continue
-            noise = ASSUMED_SHARE * weight * candidates.relative_error(action)
+            noise = ASSUMED_SHARE * weight * candidates.relative_error(action, residual)
             cost = self._costs.get(row.key)
             if cost is not None and math.isfinite(cost.variance):
-                noise = candidates.times_measured(action) * cost.variance / cost.signal
+                noise = candidates.measured_error(action, residual, cost)
             elif cost is not None and not action.is_lossless:
                 continue
             time = candidates.seconds(action, residual, copies, self._gpu)

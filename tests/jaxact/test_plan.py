@@ -232,9 +232,11 @@ def test_the_bytes_of_every_action_are_those_that_it_encodes():
         assert stored_bytes(action, residual, 2) == 2 * size, action
 
 
-def test_more_bits_err_less():
-    for kind in {type(action) for action in EVERY} - {jaxact.Exact}:
-        errors = [relative_error(kind(bits)) for bits in range(1, 9)]
+@pytest.mark.parametrize("kind", [{}, {"primitive": "exp"}, {"path": "derivative"}])
+def test_more_bits_err_less(kind):
+    residual = Residual((64,), np.dtype(np.float32), **kind)
+    for codec in {type(action) for action in EVERY} - {jaxact.Exact}:
+        errors = [relative_error(codec(bits), residual) for bits in range(1, 9)]
         assert errors == sorted(errors, reverse=True)
 
 
