@@ -42,7 +42,7 @@ import assembler
 import jax
 
 from jaxact._memory import compiling
-from jaxact_kernels import affine, mask
+from jaxact_kernels import affine, mask, rotated
 from jaxact_kernels.affine import mosaic_block
 from jaxact_kernels.config import Config, heuristic
 from jaxact_kernels.index import reference as index, triton as index_triton
@@ -52,6 +52,7 @@ FOLDER = Path(__file__).parent
 SHAPE = (8192, 1024)
 TARGET = "h100"
 IMPLEMENTATIONS = ["triton", "mosaic_gpu"]
+FORMATS = ["affine", "mask", "rotated", "adaptive"]
 MASKS = ("encode", "bool"), ("encode above", "bfloat16"), ("decode", "bool")
 
 # NVIDIA H100 SXM data sheet; the clock is the boost clock that its peaks assume.
@@ -82,7 +83,7 @@ class Subject:
     """A kernel, by its task.
 
     Attributes:
-        format: `affine` or `mask`.
+        format: `affine`, `rotated`, `adaptive` (in the module `rotated`) or `mask`.
         operation: `encode`, `decode`, or `encode above`, which compares with 0.
         dtype: of the unpacked array.
         config: None for the heuristic's.
@@ -98,7 +99,8 @@ class Subject:
 
     @property
     def module(self) -> Any:
-        name = f".{self.format}.{self.implementation}"
+        folder = self.format.replace("adaptive", "rotated")
+        name = f".{folder}.{self.implementation}"
         return importlib.import_module(name, "jaxact_kernels")
 
     @property
@@ -110,11 +112,15 @@ class Subject:
         if self.format == "mask":
             return jax.eval_shape(mask.encode, jax.ShapeDtypeStruct(SHAPE, "bool"))
         seed, options = jax.ShapeDtypeStruct((), "uint32"), self._options
-        return jax.eval_shape(functools.partial(affine.encode, **options), self.x, seed)
+        encode = affine.encode if self.format == "affine" else rotated.encode
+        return jax.eval_shape(functools.partial(encode, **options), self.x, seed)
 
     @property
     def _options(self) -> dict[str, int]:
-        return {"bits": self.bits, "group_size": self.group_size}
+        options = {"bits": self.bits, "group_size": self.group_size}
+        if self.format != "affine":
+            options["is_adaptive"] = self.format == "adaptive"
+        return options
 
     @property
     def block(self) -> Config:
@@ -123,6 +129,8 @@ class Subject:
         if self.format == "mask":
             layout = index.index_layout(SHAPE)
             return self.config or index_triton.heuristic(layout, self.bits, item_bytes)
+        if self.format != "affine":
+            return self.config or self.module.CONFIG
         layout = layout_of(SHAPE, self.group_size)
         block = self.config or heuristic(layout.group, item_bytes)
         if self.implementation == "triton":
@@ -137,8 +145,9 @@ class Subject:
 
     def call(self) -> tuple[Any, ...]:
         """The function and its operands."""
-        encode = functools.partial(self.module.encode, config=self.config)
-        decode = functools.partial(self.module.decode, shape=SHAPE, config=self.config)
+        config = self.config if self.format in ("affine", "mask") else self.block
+        encode = functools.partial(self.module.encode, config=config)
+        decode = functools.partial(self.module.decode, shape=SHAPE, config=config)
         if self.format == "mask":
             above = jax.ShapeDtypeStruct((), self.dtype)
             if self.operation == "decode":
@@ -147,8 +156,9 @@ class Subject:
         if self.operation == "decode":
             decode = functools.partial(decode, dtype=self.dtype, **self._options)
             return decode, self.stored
-        seed = jax.ShapeDtypeStruct((), "uint32")
-        return functools.partial(encode, stochastic=True, **self._options), self.x, seed
+        seed, options = jax.ShapeDtypeStruct((), "uint32"), self._options
+        options |= {"stochastic": True} if self.format == "affine" else {}
+        return functools.partial(encode, **options), self.x, seed
 
 
 def assemble(subject: Subject) -> Any:
@@ -252,27 +262,57 @@ def ordinary_path(code: Code, *, is_shorter: bool) -> list[Instruction]:
         for number in range(start, len(code.instructions)):
             instruction = code.instructions[number]
             path.append(instruction)
-            if instruction.name == "EXIT" and not instruction.is_conditional:
+            target = target_of(code, number)
+            if instruction.name == "EXIT":
+                sides = [()]
+            elif target is None:
+                continue
+            elif number in reached_from(code, target):
+                path.append(LOOP)
                 break
-            if instruction.name in ("BRX", "CALL", "JMP", "RET"):
-                raise NotImplementedError(f"{instruction} leads where no label says")
-            # BRA.DIV is for warps whose threads are apart, which these never are.
-            if instruction.name == "BRA" and ".DIV" not in instruction.operation:
-                target = code.labels[re.search(r"\((\.L_\w+)\)", instruction[2])[1]]
-                if target <= number:
-                    path.append(LOOP)
-                    break
+            else:
                 sides = [path_from(target)]
-                if instruction.is_conditional:
-                    sides.append(path_from(number + 1))
-                path += min(sides, key=lambda s: (LOOP in s, _loaded(s), sign * len(s)))
-                break
+            if instruction.is_conditional:
+                sides.append(path_from(number + 1))
+            path += min(sides, key=lambda s: (LOOP in s, _loaded(s), sign * len(s)))
+            break
         return tuple(path)
 
     path = list(path_from(0))
     if LOOP in path:
         raise NotImplementedError("a loop: how often it runs is not known")
     return path
+
+
+def target_of(code: Code, number: int) -> int | None:
+    """Where an instruction branches to; None where it does not branch."""
+    instruction = code.instructions[number]
+    if instruction.name in ("BRX", "CALL", "JMP", "RET"):
+        raise NotImplementedError(f"{instruction} leads where no label says")
+    # BRA.DIV is for warps whose threads are apart, which these never are.
+    if instruction.name != "BRA" or ".DIV" in instruction.operation:
+        return None
+    return code.labels[re.search(r"\((\.L_\w+)\)", instruction.operands)[1]]
+
+
+def reached_from(code: Code, start: int) -> set[int]:
+    """The branches that may run after an instruction."""
+    found, seen, waiting = set(), set(), [start]
+    while waiting:
+        first = number = waiting.pop()
+        if first in seen:
+            continue
+        seen.add(first)
+        while number < len(code.instructions):
+            instruction, target = code.instructions[number], target_of(code, number)
+            if target is not None:
+                found.add(number)
+                waiting.append(target)
+            ends = target is not None or instruction.name == "EXIT"
+            if ends and not instruction.is_conditional:
+                break
+            number += 1
+    return found
 
 
 def in_flight(path: list[Instruction]) -> int:
@@ -301,7 +341,9 @@ def count(subject: Subject) -> dict:
     read, written = unpacked, packed
     if subject.operation == "decode":
         read, written = written, read
-    if not read <= _loaded(path) / elements <= 1.5 * read + 0.25:
+    # An adaptive encoder loads elements once more, from the first-level cache.
+    passes = 2 if subject.format == "adaptive" and subject.operation == "encode" else 1
+    if not read <= _loaded(path) / elements <= 1.5 * passes * read + 0.25:
         raise RuntimeError(f"{_loaded(path)} bytes loaded: not the ordinary path")
     counts = collections.Counter(instruction.pipe for instruction in path)
     names = collections.Counter(f"{each.pipe} {each.name}" for each in path)
@@ -367,12 +409,18 @@ def table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def subjects(implementations: list[str], bits: list[int]) -> list[Subject]:
-    floats = itertools.product(("affine",), ("encode", "decode"), implementations, bits)
-    masks = MASKS if "triton" in implementations else ()
-    kernels = [Subject(*each) for each in floats]
-    kernels += [Subject("mask", op, "triton", 1, dtype) for op, dtype in masks]
-    return kernels
+def subjects(
+    formats: list[str], implementations: list[str], bits: list[int]
+) -> list[Subject]:
+    each = itertools.product(formats, ("encode", "decode"), implementations, bits)
+    kernels = [
+        Subject(*case)
+        for case in each
+        if case[0] == "affine" or (case[0] != "mask" and case[2] == "triton")
+    ]
+    has_masks = "mask" in formats and "triton" in implementations
+    masks = MASKS if has_masks else ()
+    return kernels + [Subject("mask", op, "triton", 1, dtype) for op, dtype in masks]
 
 
 def _loaded(path: Iterable[Instruction]) -> int:
@@ -382,11 +430,13 @@ def _loaded(path: Iterable[Instruction]) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--bits", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--formats", nargs="+", default=FORMATS)
     parser.add_argument("--implementations", nargs="+", default=IMPLEMENTATIONS)
     default = FOLDER / "results" / "h100-count.json"
     parser.add_argument("--out", type=Path, default=default)
     options = parser.parse_args()
-    rows = [count(s) for s in subjects(options.implementations, options.bits)]
+    cases = subjects(options.formats, options.implementations, options.bits)
+    rows = [count(s) for s in cases]
     command = " ".join(["python kernels/benchmarks/count.py", *sys.argv[1:]])
     results = assumed() | {"command": command, "rows": rows}
     options.out.parent.mkdir(parents=True, exist_ok=True)
