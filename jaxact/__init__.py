@@ -37,6 +37,7 @@ from jaxact._codec import (
     Quantize as Quantize,
     Recompute as Recompute,
     Rotated as Rotated,
+    Rounded as Rounded,
 )
 from jaxact._compress import compress as compress
 from jaxact._engine.warnings import CompressionWarning as CompressionWarning

@@ -10,3 +10,4 @@ from jaxact._codec.mask import Bitmask as Bitmask
 from jaxact._codec.offload import Offload as Offload
 from jaxact._codec.per_sample import PerSample as PerSample
 from jaxact._codec.rotated import Adaptive as Adaptive, Rotated as Rotated
+from jaxact._codec.rounded import Rounded as Rounded

@@ -12,7 +12,6 @@ from jaxact._codec.checks import checked_bits, checked_group_size
 from jaxact._codec.wide import Wide
 from jaxact_kernels import affine
 from jaxact_kernels.dispatch import run
-from jaxact_kernels.layout import layout_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,9 +80,7 @@ class Quantize(Codec[affine.Stored | Wide[affine.Stored]]):
             operation = affine.Encode(x.shape, x.dtype, *options, is_fused=is_fused)
             return run(operation, x, seed)
 
-        if x.dtype != np.float64:
-            return pack(x)
-        return wide.encode(x, layout_of(x.shape, self.group_size), pack)
+        return wide.encode(x, self.group_size, pack)
 
     def decode(
         self,
@@ -95,6 +92,4 @@ class Quantize(Codec[affine.Stored | Wide[affine.Stored]]):
             options = (self.bits, self.group_size)
             return run(affine.Decode(shape, dtype, *options, is_fused=True), stored)
 
-        if not isinstance(stored, Wide):
-            return unpack(stored, np.dtype(dtype))
-        return wide.decode(stored, layout_of(shape, self.group_size), unpack, dtype)
+        return wide.decode(stored, shape, dtype, self.group_size, unpack)

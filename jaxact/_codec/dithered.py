@@ -13,7 +13,6 @@ from jaxact._codec.checks import checked_bits, checked_group_size
 from jaxact._codec.wide import Wide
 from jaxact_kernels import affine
 from jaxact_kernels.dispatch import run
-from jaxact_kernels.layout import layout_of
 
 
 class Stored(NamedTuple):
@@ -82,9 +81,7 @@ class Dithered(Codec[Stored | Wide[Stored]]):
             operation = affine.Encode(x.shape, x.dtype, *options, is_fused=is_fused)
             return Stored(run(operation, x, seed), seed)
 
-        if x.dtype != np.float64:
-            return pack(x)
-        return wide.encode(x, layout_of(x.shape, self.group_size), pack)
+        return wide.encode(x, self.group_size, pack)
 
     def decode(
         self, stored: Stored | Wide[Stored], shape: tuple[int, ...], dtype: DTypeLike
@@ -96,6 +93,4 @@ class Dithered(Codec[Stored | Wide[Stored]]):
             )
             return run(operation, stored.codes, stored.seed)
 
-        if not isinstance(stored, Wide):
-            return unpack(stored, np.dtype(dtype))
-        return wide.decode(stored, layout_of(shape, self.group_size), unpack, dtype)
+        return wide.decode(stored, shape, dtype, self.group_size, unpack)

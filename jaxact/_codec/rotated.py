@@ -13,7 +13,6 @@ from jaxact._codec.checks import checked_bits, checked_group_size
 from jaxact._codec.wide import Wide
 from jaxact_kernels import rotated
 from jaxact_kernels.dispatch import run
-from jaxact_kernels.layout import layout_of
 
 Stored = rotated.Stored
 
@@ -82,9 +81,7 @@ class Rotated(Codec[Stored | Wide[Stored]]):
             words, metadata = run(operation, x, seed)
             return Stored(words, metadata, seed)
 
-        if x.dtype != np.float64:
-            return pack(x)
-        return wide.encode(x, layout_of(x.shape, self.group_size), pack)
+        return wide.encode(x, self.group_size, pack)
 
     def decode(
         self, stored: Stored | Wide[Stored], shape: tuple[int, ...], dtype: DTypeLike
@@ -92,9 +89,7 @@ class Rotated(Codec[Stored | Wide[Stored]]):
         def unpack(stored: Stored, dtype: np.dtype) -> jax.Array:
             return run(rotated.Decode(shape, dtype, *self._options), stored)
 
-        if not isinstance(stored, Wide):
-            return unpack(stored, np.dtype(dtype))
-        return wide.decode(stored, layout_of(shape, self.group_size), unpack, dtype)
+        return wide.decode(stored, shape, dtype, self.group_size, unpack)
 
 
 @dataclasses.dataclass(frozen=True)

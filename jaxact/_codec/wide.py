@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from jaxact_kernels.layout import Layout
+from jaxact_kernels.layout import Layout, layout_of
 
 # With these the power of two and its inverse are normal numbers.
 _LEAST_EXPONENT, _LARGEST_EXPONENT = -1000, 1022
@@ -42,21 +42,32 @@ class Wide(NamedTuple, Generic[Stored]):
 
 
 def encode(
-    x: jax.Array, layout: Layout, format: Callable[[jax.Array], Stored]
-) -> Wide[Stored]:
-    """Condition `x`, float64, and encode the remainder by `format`."""
-    remainder, anchor, unit = condition(x, layout)
+    x: jax.Array, group_size: int, format: Callable[[jax.Array], Stored]
+) -> Stored | Wide[Stored]:
+    """Encode `x` by `format`, which computes in float32; float64 is conditioned first.
+
+    Args:
+      x: floating point.
+      group_size: most elements in a group, see `layout_of`.
+    """
+    if x.dtype != np.float64:
+        return format(x)
+    remainder, anchor, unit = condition(x, layout_of(x.shape, group_size))
     return Wide(format(remainder), anchor, unit)
 
 
 def decode(
-    stored: Wide[Stored],
-    layout: Layout,
-    format: Callable[[Stored, np.dtype], jax.Array],
+    stored: Stored | Wide[Stored],
+    shape: tuple[int, ...],
     dtype: DTypeLike,
+    group_size: int,
+    format: Callable[[Stored, np.dtype], jax.Array],
 ) -> jax.Array:
-    """Undo `encode`; `format` decodes a remainder to the dtype that it is given."""
+    """Undo `encode`; `format` decodes to the dtype that it is given."""
+    if not isinstance(stored, Wide):
+        return format(stored, np.dtype(dtype))
     x = format(stored.remainder, np.dtype(np.float32))
+    layout = layout_of(shape, group_size)
     return restore(x, stored.anchor, stored.unit, layout).astype(dtype)
 
 

@@ -34,15 +34,15 @@ import subprocess
 import sys
 import tempfile
 import unittest.mock
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import assembler
 import jax
+from machine_code import disassemble, in_flight, loaded_bytes, ordinary_path
 
 from jaxact._memory import compiling
-from jaxact_kernels import affine, mask
+from jaxact_kernels import affine, mask, rotated
 from jaxact_kernels.affine import mosaic_block
 from jaxact_kernels.config import Config, heuristic
 from jaxact_kernels.index import reference as index, triton as index_triton
@@ -52,6 +52,7 @@ FOLDER = Path(__file__).parent
 SHAPE = (8192, 1024)
 TARGET = "h100"
 IMPLEMENTATIONS = ["triton", "mosaic_gpu"]
+FORMATS = ["affine", "mask", "rotated", "adaptive"]
 MASKS = ("encode", "bool"), ("encode above", "bfloat16"), ("decode", "bool")
 
 # NVIDIA H100 SXM data sheet; the clock is the boost clock that its peaks assume.
@@ -65,16 +66,6 @@ THROUGHPUT = {
     "memory": 32,
     "reduction": 16,
 }
-PIPES = {
-    "fma": "FADD FMUL FFMA HADD2 HMUL2 HFMA2",
-    "imad": "IMAD",
-    "special": "MUFU F2I I2F F2F POPC FLO BREV",
-    "memory": "LD ST LDG STG LDS STS LDL STL LDSM STSM SHFL ATOM ATOMS RED",
-    "reduction": "REDUX",
-    "issue": "ACQBULK BAR BRA BSSY BSYNC CS2R DEPBAR EXIT LDC MEMBAR NOP PREEXIT R2UR "
-    "S2R S2UR VOTEU WARPSYNC",
-}
-PIPE_OF = {name: pipe for pipe, names in PIPES.items() for name in names.split()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +73,7 @@ class Subject:
     """A kernel, by its task.
 
     Attributes:
-        format: `affine` or `mask`.
+        format: `affine`, `rotated`, `adaptive` (in the module `rotated`) or `mask`.
         operation: `encode`, `decode`, or `encode above`, which compares with 0.
         dtype: of the unpacked array.
         config: None for the heuristic's.
@@ -98,7 +89,8 @@ class Subject:
 
     @property
     def module(self) -> Any:
-        name = f".{self.format}.{self.implementation}"
+        folder = self.format.replace("adaptive", "rotated")
+        name = f".{folder}.{self.implementation}"
         return importlib.import_module(name, "jaxact_kernels")
 
     @property
@@ -110,11 +102,15 @@ class Subject:
         if self.format == "mask":
             return jax.eval_shape(mask.encode, jax.ShapeDtypeStruct(SHAPE, "bool"))
         seed, options = jax.ShapeDtypeStruct((), "uint32"), self._options
-        return jax.eval_shape(functools.partial(affine.encode, **options), self.x, seed)
+        encode = affine.encode if self.format == "affine" else rotated.encode
+        return jax.eval_shape(functools.partial(encode, **options), self.x, seed)
 
     @property
     def _options(self) -> dict[str, int]:
-        return {"bits": self.bits, "group_size": self.group_size}
+        options = {"bits": self.bits, "group_size": self.group_size}
+        if self.format != "affine":
+            options["is_adaptive"] = self.format == "adaptive"
+        return options
 
     @property
     def block(self) -> Config:
@@ -123,6 +119,8 @@ class Subject:
         if self.format == "mask":
             layout = index.index_layout(SHAPE)
             return self.config or index_triton.heuristic(layout, self.bits, item_bytes)
+        if self.format != "affine":
+            return self.config or self.module.CONFIG
         layout = layout_of(SHAPE, self.group_size)
         block = self.config or heuristic(layout.group, item_bytes)
         if self.implementation == "triton":
@@ -137,8 +135,9 @@ class Subject:
 
     def call(self) -> tuple[Any, ...]:
         """The function and its operands."""
-        encode = functools.partial(self.module.encode, config=self.config)
-        decode = functools.partial(self.module.decode, shape=SHAPE, config=self.config)
+        config = self.config if self.format in ("affine", "mask") else self.block
+        encode = functools.partial(self.module.encode, config=config)
+        decode = functools.partial(self.module.decode, shape=SHAPE, config=config)
         if self.format == "mask":
             above = jax.ShapeDtypeStruct((), self.dtype)
             if self.operation == "decode":
@@ -147,8 +146,9 @@ class Subject:
         if self.operation == "decode":
             decode = functools.partial(decode, dtype=self.dtype, **self._options)
             return decode, self.stored
-        seed = jax.ShapeDtypeStruct((), "uint32")
-        return functools.partial(encode, stochastic=True, **self._options), self.x, seed
+        seed, options = jax.ShapeDtypeStruct((), "uint32"), self._options
+        options |= {"stochastic": True} if self.format == "affine" else {}
+        return functools.partial(encode, **options), self.x, seed
 
 
 def assemble(subject: Subject) -> Any:
@@ -184,113 +184,6 @@ def _assemble_mosaic(function: Any, *operands: Any) -> Any:
     return kernel
 
 
-class Instruction(NamedTuple):
-    is_conditional: bool
-    operation: str
-    operands: str
-
-    @property
-    def name(self) -> str:
-        return self.operation.split(".")[0]
-
-    @property
-    def pipe(self) -> str:
-        """Where it runs; `issue` if no pipe but the schedulers is at stake."""
-        return PIPE_OF.get(self.name, "issue" if self.name.startswith("U") else "alu")
-
-    @property
-    def loaded_bytes(self) -> int:
-        """Bytes a thread reads from global memory."""
-        if self.name not in ("LD", "LDG"):
-            return 0
-        width = re.search(r"\.[US]?(8|16|64|128)\b", self.operation)
-        return int(width[1]) // 8 if width else 4
-
-
-LOOP = Instruction(False, "LOOP", "")  # stands for a repetition by a branch back
-
-
-class Code(NamedTuple):
-    """A kernel's instructions, and where labels point."""
-
-    instructions: list[Instruction]
-    labels: dict[str, int]
-
-
-def disassemble(kernel) -> Code:
-    nvdisasm = assembler.tool("nvdisasm")
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.cubin)
-        file.flush()
-        command = [str(nvdisasm), "--print-code", file.name]
-        ran = subprocess.run(command, capture_output=True, text=True, check=True)
-    code = Code([], {})
-    is_kernel = False
-    for line in ran.stdout.splitlines():
-        if line.startswith(".text."):
-            is_kernel = line == f".text.{kernel.name}:"
-        if not is_kernel:
-            continue
-        if label := re.match(r"(\.L_\w+):", line):
-            code.labels[label[1]] = len(code.instructions)
-        if match := re.match(r"\s+/\*\w+\*/\s+(@!?\w+ )?\s*([A-Z][\w.]*)(.*?);", line):
-            code.instructions.append(Instruction(bool(match[1]), match[2], match[3]))
-    return code
-
-
-def ordinary_path(code: Code, *, is_shorter: bool) -> list[Instruction]:
-    """Instructions from the entry to the exit, by the branches that load least.
-
-    Among branches that load the same, the longer, as some threads run it, or the
-    shorter.
-    """
-    sign = 1 if is_shorter else -1
-
-    @functools.cache
-    def path_from(start: int) -> tuple[Instruction, ...]:
-        path = []
-        for number in range(start, len(code.instructions)):
-            instruction = code.instructions[number]
-            path.append(instruction)
-            if instruction.name == "EXIT" and not instruction.is_conditional:
-                break
-            if instruction.name in ("BRX", "CALL", "JMP", "RET"):
-                raise NotImplementedError(f"{instruction} leads where no label says")
-            # BRA.DIV is for warps whose threads are apart, which these never are.
-            if instruction.name == "BRA" and ".DIV" not in instruction.operation:
-                target = code.labels[re.search(r"\((\.L_\w+)\)", instruction[2])[1]]
-                if target <= number:
-                    path.append(LOOP)
-                    break
-                sides = [path_from(target)]
-                if instruction.is_conditional:
-                    sides.append(path_from(number + 1))
-                path += min(sides, key=lambda s: (LOOP in s, _loaded(s), sign * len(s)))
-                break
-        return tuple(path)
-
-    path = list(path_from(0))
-    if LOOP in path:
-        raise NotImplementedError("a loop: how often it runs is not known")
-    return path
-
-
-def in_flight(path: list[Instruction]) -> int:
-    """Bytes that a thread asks for before it waits for the first of them."""
-    waited: set[str] = set()
-    total = 0
-    for instruction in path:
-        registers = re.findall(r"\bR(\d+)\b", instruction.operands)
-        sources = registers[1:] if instruction.loaded_bytes else registers
-        if not waited.isdisjoint(sources):
-            break
-        if instruction.loaded_bytes:
-            total += instruction.loaded_bytes
-            size = max(1, instruction.loaded_bytes // 4)
-            waited |= {str(int(registers[0]) + i) for i in range(size)}
-    return total
-
-
 def count(subject: Subject) -> dict:
     """Counts and bounds for a kernel."""
     kernel, elements = assemble(subject), subject.elements
@@ -301,8 +194,10 @@ def count(subject: Subject) -> dict:
     read, written = unpacked, packed
     if subject.operation == "decode":
         read, written = written, read
-    if not read <= _loaded(path) / elements <= 1.5 * read + 0.25:
-        raise RuntimeError(f"{_loaded(path)} bytes loaded: not the ordinary path")
+    # An adaptive encoder loads elements once more, from the first-level cache.
+    passes = 2 if subject.format == "adaptive" and subject.operation == "encode" else 1
+    if not read <= loaded_bytes(path) / elements <= 1.5 * passes * read + 0.25:
+        raise RuntimeError(f"{loaded_bytes(path)} bytes loaded: not the ordinary path")
     counts = collections.Counter(instruction.pipe for instruction in path)
     names = collections.Counter(f"{each.pipe} {each.name}" for each in path)
     counts["fma"] += counts["imad"]
@@ -367,26 +262,30 @@ def table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def subjects(implementations: list[str], bits: list[int]) -> list[Subject]:
-    floats = itertools.product(("affine",), ("encode", "decode"), implementations, bits)
-    masks = MASKS if "triton" in implementations else ()
-    kernels = [Subject(*each) for each in floats]
-    kernels += [Subject("mask", op, "triton", 1, dtype) for op, dtype in masks]
-    return kernels
-
-
-def _loaded(path: Iterable[Instruction]) -> int:
-    return sum(i.loaded_bytes for i in path)
+def subjects(
+    formats: list[str], implementations: list[str], bits: list[int]
+) -> list[Subject]:
+    each = itertools.product(formats, ("encode", "decode"), implementations, bits)
+    kernels = [
+        Subject(*case)
+        for case in each
+        if case[0] == "affine" or (case[0] != "mask" and case[2] == "triton")
+    ]
+    has_masks = "mask" in formats and "triton" in implementations
+    masks = MASKS if has_masks else ()
+    return kernels + [Subject("mask", op, "triton", 1, dtype) for op, dtype in masks]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--bits", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--formats", nargs="+", default=FORMATS)
     parser.add_argument("--implementations", nargs="+", default=IMPLEMENTATIONS)
     default = FOLDER / "results" / "h100-count.json"
     parser.add_argument("--out", type=Path, default=default)
     options = parser.parse_args()
-    rows = [count(s) for s in subjects(options.implementations, options.bits)]
+    cases = subjects(options.formats, options.implementations, options.bits)
+    rows = [count(s) for s in cases]
     command = " ".join(["python kernels/benchmarks/count.py", *sys.argv[1:]])
     results = assumed() | {"command": command, "rows": rows}
     options.out.parent.mkdir(parents=True, exist_ok=True)

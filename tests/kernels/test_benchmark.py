@@ -94,7 +94,8 @@ def test_the_reference_is_three_times_faster_than_a_first_attempt(small_run, tmp
 @needs_target
 def test_instructions_leave_room_for_the_speed_aimed_at(tmp_path):
     needs_disassembler()
-    text, results = run("count.py", tmp_path / "count.json")
+    formats = "--formats", "affine", "mask"
+    text, results = run("count.py", tmp_path / "count.json", *formats)
     rows = results["rows"]
     assert text.count("\n") == len(rows) + 2
     kernels = {(row["format"], row["operation"], row["implementation"]) for row in rows}
@@ -111,6 +112,20 @@ def test_instructions_leave_room_for_the_speed_aimed_at(tmp_path):
             assert row["compute_bytes_per_second"] >= 2.9e12
         else:
             assert row["bound"] == "HBM"
+
+
+@pytest.mark.slow  # a quarter of a minute of CPU time for each encoder
+@needs_target
+def test_instructions_of_a_rotation_are_few_enough(tmp_path):
+    # Both rates are compute bounds, of 2 bytes an element; nothing is spilled.
+    needs_disassembler()
+    formats = "--formats", "rotated", "adaptive", "--bits", "2"
+    _, results = run("count.py", tmp_path / "count.json", *formats)
+    least = {"rotated encode": 1.3e12, "adaptive encode": 1.0e12}
+    for row in results["rows"]:
+        assert not row["spilled_bytes"]
+        name = f"{row['format']} {row['operation']}"
+        assert row["compute_bytes_per_second"] >= least.get(name, 2.0e12)
 
 
 @needs_target

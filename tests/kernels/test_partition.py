@@ -16,12 +16,13 @@ from jax.experimental import topologies
 from jax.sharding import AxisType
 
 from jaxact._memory.targets import TARGETS
-from jaxact_kernels import affine, mask, noise
+from jaxact_kernels import affine, mask, noise, rotated
 from jaxact_kernels.affine import triton
 from jaxact_kernels.config import Config
 from jaxact_kernels.device import Device
 from jaxact_kernels.numbering import box
 from jaxact_kernels.partition import sharded_kernel
+from jaxact_kernels.rotated import triton as rotated_triton
 from support.eight_devices import COLLECTIVES, collectives, run_on_eight_devices
 from support.gpu_target import needs_target
 from support.subjects import Affine, jit_interpreted as jit, sample
@@ -71,6 +72,32 @@ class Decode(affine.Decode):
         return decode
 
 
+@dataclasses.dataclass(frozen=True)
+class Rotate(rotated.Encode):
+    """The rotated format's kernel, interpreted."""
+
+    def kernel(self, implementation, numbering):
+        interpreted = {"config": Config(4, 1), "interpret": True}
+        return functools.partial(
+            rotated_triton.encode, **self.options, numbering=numbering, **interpreted
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class RotateBack(rotated.Decode):
+    """The rotated format's decoding kernel, interpreted."""
+
+    def kernel(self, implementation, numbering):
+        options = {**self.options, "numbering": numbering}
+        options |= {"config": Config(4, 1), "interpret": True}
+
+        def decode(words, metadata, seed, *first):
+            stored = rotated.Stored(words, metadata, seed)
+            return (rotated_triton.decode(stored, *first, **options),)
+
+        return decode
+
+
 @pytest.mark.parametrize(
     "sizes, whole",
     [((2, 3), (4, 3)), ((2, 2), (4, 6)), ((3,), (9,)), ((1, 4, 2), (5, 4, 2))],
@@ -115,6 +142,20 @@ def check_eight_devices():
         compiled = decode.lower(*operands).compile()
         np.testing.assert_array_equal(compiled(*operands)[0], wanted)
         assert not collectives(compiled), spec
+    stored = rotated.encode(x, SEED, bits=2, group_size=64)
+    wanted = rotated.decode(stored, **options)
+    rotate = jit(sharded_kernel(Rotate(SHAPE, x.dtype, 2, 64), "triton", (), H100))
+    back = RotateBack(SHAPE, x.dtype, 2, 64)
+    rotate_back = jit(sharded_kernel(back, "triton", (), H100))
+    for spec in SPECS[1:3]:
+        put = functools.partial(jax.device_put, device=jax.NamedSharding(mesh, spec))
+        encode = rotate.lower(put(x), SEED).compile()
+        for got, want in zip(encode(put(x), SEED), stored, strict=False):
+            np.testing.assert_array_equal(got, want)
+        operands = put(stored.words), put(stored.metadata), SEED
+        decode = rotate_back.lower(*operands).compile()
+        np.testing.assert_array_equal(decode(*operands)[0], wanted)
+        assert not collectives(encode) and not collectives(decode), spec
     # Finer than groups: still the same words, at the price of a gather.
     placed = jax.device_put(x, jax.NamedSharding(mesh, jax.P(None, None, "data")))
     wider = Encode(SHAPE, x.dtype, 2, 128)

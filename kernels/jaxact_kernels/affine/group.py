@@ -94,7 +94,7 @@ def decoding_line(metadata: jax.Array) -> Line:
     return zero, step, unit
 
 
-def dithered(code: jax.Array, noise16: jax.Array, bits: int) -> jax.Array:
+def dithered(code: jax.Array, noise16: jax.Array | np.uint32, bits: int) -> jax.Array:
     """Codes less the noise that rounded them, in float32: code - noise + 1/2.
 
     From the noise's highest 15 - bits bits and the middle between those and the next,

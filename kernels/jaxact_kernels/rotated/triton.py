@@ -7,7 +7,7 @@ not rotated have one too, which reads the block once more.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,7 @@ from jax.typing import DTypeLike
 
 from jaxact_kernels import noise, words
 from jaxact_kernels.affine import group as affine
-from jaxact_kernels.affine.group import HALF, HIGH_HALF, float_of, pattern
 from jaxact_kernels.affine.triton_codes import (
-    as_float,
     first_counter,
     fixed_point,
     noise_for,
@@ -37,23 +35,26 @@ from jaxact_kernels.block import Block, elements_shape, output
 from jaxact_kernels.config import Config
 from jaxact_kernels.layout import Layout, layout_of
 from jaxact_kernels.numbering import Numbering
-from jaxact_kernels.rotated import choice, group, rotation
+from jaxact_kernels.rotated import choice, group
 from jaxact_kernels.rotated.centred import (
-    MAGIC,
-    MAGIC_BITS,
     Frame,
-    as_integer,
     frame,
-    mean as mean_of,
-    power_of_two,
 )
 from jaxact_kernels.rotated.reference import Stored
+from jaxact_kernels.rotated.triton_codes import (
+    centred,
+    count,
+    plain_values,
+    rotated_codes,
+    rotated_values,
+    square,
+    sum_over_group,
+    unless_padding,
+)
 from jaxact_kernels.rotated.triton_tiles import (
     WIDTH,
     RotatedTiles,
     column_slot,
-    flip,
-    transform,
 )
 
 MOST_PER_GROUP = 256
@@ -178,9 +179,9 @@ def _encode(
     grid = frame((lo, hi), size)
     plain = affine.metadata(lo, hi, bits, dtype, choice.SPARE if is_adaptive else 0)
     line = affine.encoding_line(lo, plain)
-    distances, mean = _centred(block, grid, xs)
-    squares = _sum([_square(d, group.dropped_bits(size)) for d in distances])
-    codes, metadata = _rotated_codes(
+    distances, mean = centred(block, grid, xs)
+    squares = sum_over_group([square(d, group.dropped_bits(size)) for d in distances])
+    codes, metadata = rotated_codes(
         block, distances, squares, mean, grid, draw, is_adaptive, interpret
     )
     packed, is_rotated = tuple(tiles.pack(codes)), grid.is_ordinary
@@ -191,8 +192,8 @@ def _encode(
     if is_adaptive:
         # From elements that are read once more, as few other values are alive here.
         spreads = [choice.spread(fixed(again(k))) for k in range(tiles.count)]
-        stochastic = _sum(_unless_padding(block, spreads)).astype(np.uint32)
-        options = grid, squares, stochastic, _count(block), plain, size, bits
+        stochastic = sum_over_group(unless_padding(block, spreads)).astype(np.uint32)
+        options = grid, squares, stochastic, count(block), plain, size, bits
         plain, is_rotated = choice.choose(*options)
 
     def mixed() -> tuple[jax.Array, ...]:
@@ -238,13 +239,13 @@ def _decode(
     if is_adaptive:
         is_rotated = lax.bitwise_and(is_rotated, choice.is_rotated(metadata))
     top = affine.largest_number(dtype)
-    rotated = _rotated_values(block, codes, metadata, draw, is_adaptive, interpret)
+    rotated = rotated_values(block, codes, metadata, draw, is_adaptive, interpret)
     for k, x in enumerate(rotated):
         x = lax.convert_element_type(lax.max(lax.min(x, top), -top), dtype)
         block.store(out_ref, k, x, only=is_rotated)
 
     def others() -> None:
-        value = _plain_values(block, metadata, draw, is_adaptive)
+        value = plain_values(block, metadata, draw, is_adaptive)
         is_plain = lax.bitwise_not(is_rotated)
 
         def store(k: jax.Array, _: None) -> None:
@@ -280,121 +281,6 @@ def _clipped(block: Block, grid: Frame, x: Tile) -> Tile:
     return lax.max(lax.min(x, block.spread(grid.hi)), block.spread(grid.lo))
 
 
-def _centred(
-    block: Block, grid: Frame, xs: Sequence[Tile]
-) -> tuple[list[Tile], jax.Array]:
-    """Distances from the means in steps, integers as float32; and the means' bits."""
-    middle, unit = block.spread(grid.middle), block.spread(power_of_two(grid.exponent))
-    sums = [lax.add(lax.mul(lax.sub(x, middle), unit), MAGIC) for x in xs]
-    total = _sum(_unless_padding(block, [as_integer(x) for x in sums]))
-    mean, offset = mean_of(grid, total, _inverse(block))
-    away = block.spread(lax.add(offset, MAGIC))
-    distances = [lax.sub(x, away) for x in sums]
-    return _unless_padding(block, distances), pattern(mean)
-
-
-def _rotated_codes(
-    block: Block,
-    distances: list[Tile],
-    squares: jax.Array,
-    mean: jax.Array,
-    grid: Frame,
-    draw: noise.Draw,
-    is_adaptive: bool,
-    interpret: bool,
-) -> tuple[list[Tile], jax.Array]:
-    """Codes and metadata; see `reference.rotated_codes`."""
-    size, bits = block.tiles.layout.group, block.tiles.bits
-    norm, fraction = np.float32(size**-0.5), rotation.FRACTION_BITS
-    key = _key(block, draw, mean)
-    power = group.norm_exponent(squares, size)
-    unit = block.spread(lax.mul(power_of_two(power), norm))
-    y = transform(block, flip(block, distances, key, 0))
-    y = [_rounded(lax.mul(v, unit), interpret) for v in y]
-    y = transform(block, flip(block, y, key, 1))
-    factor = norm * np.float32(2.0**fraction)
-    if factor != 1:
-        y = [_rounded(lax.mul(v, factor), interpret) for v in y]
-    power = lax.add(power, np.int32(fraction))
-    bounds = group.thresholds(group.deviation(squares, size), power, bits)
-    bounds = [block.spread(bound) for bound in bounds]
-    numbers = [group.level_number(v, bounds, bits) for v in y]
-    sizes = [as_integer(lax.add(lax.abs(v), MAGIC)) for v in y]
-    levels = [group.level(number, bits).astype(np.int32) for number in numbers]
-    pairs = zip(sizes, levels, strict=True)
-    products = _sum([lax.mul(a, b) for a, b in pairs]).astype(np.uint32)
-    unit = power - grid.exponent + np.int32(2 * group.dropped_bits(size))
-    chance, spare = rotation.spare_bits(key, size), choice.SPARE if is_adaptive else 0
-    scale = group.scale(squares.astype(np.uint32), products, unit, chance, spare)
-    # No zero is negative: sums of products begin with +0, and so does `_rounded`.
-    sign = lambda v: lax.shift_right_logical(pattern(v), np.uint32(31))
-    top = lambda v: (
-        lax.shift_left(sign(v), np.uint32(bits - 1)) if bits > 1 else sign(v)
-    )
-    codes = [lax.bitwise_or(n, top(v)) for n, v in zip(numbers, y, strict=True)]
-    return codes, lax.bitwise_or(mean, scale)
-
-
-def _rotated_values(
-    block: Block,
-    codes: list[Tile],
-    metadata: jax.Array,
-    draw: noise.Draw,
-    is_adaptive: bool,
-    interpret: bool,
-) -> list[Tile]:
-    """Values, float32 and perhaps infinite; see `reference.rotated_values`."""
-    size, bits = block.tiles.layout.group, block.tiles.bits
-    metadata = metadata & ~choice.ROTATED if is_adaptive else metadata
-    mean = lax.bitwise_and(metadata, HIGH_HALF)
-    key = _key(block, draw, mean)
-    norm, fraction = np.float32(size**-0.5), group.fraction_bits(bits, size)
-    factor = norm * np.float32(2.0**fraction)
-    y = transform(block, [_signed_level(code, bits) for code in codes])
-    y = [_rounded(lax.mul(v, factor), interpret) for v in y]
-    y = transform(block, flip(block, y, key, 1))
-    scale = lax.mul(float_of(lax.shift_left(metadata, np.uint32(16))), HALF)
-    scale = block.spread(lax.mul(scale, norm * np.float32(2.0**-fraction)))
-    half = flip(block, [lax.mul(v, scale) for v in y], key, 0)
-    middle = block.spread(lax.mul(float_of(mean), HALF))
-    return [lax.mul(lax.add(middle, v), np.float32(2)) for v in half]
-
-
-def _plain_values(
-    block: Block, metadata: jax.Array, draw: noise.Draw, is_adaptive: bool
-) -> Callable[[jax.Array, Tile], Tile]:
-    """From (tile number, codes) to values in the affine format, float32."""
-    clean = metadata
-    if is_adaptive:
-        is_constant = affine.is_constant(metadata)
-        clean = lax.select(is_constant, metadata, choice.without_flags(metadata))
-        keeps = lax.bitwise_or(
-            is_constant, lax.bitwise_not(choice.is_dithered(metadata))
-        )
-        keeps = block.spread(keeps)
-        counter = first_counter(block, draw, metadata)
-    zero, step, unit = (block.spread(end) for end in affine.decoding_line(clean))
-
-    def value(k: jax.Array, code: Tile) -> Tile:
-        multiple = as_float(code)
-        if is_adaptive:
-            noise16 = noise_for(block, counter, k)
-            other = affine.dithered(code, noise16, block.tiles.bits)
-            multiple = lax.select(keeps, multiple, other)
-        return lax.mul(lax.add(zero, lax.mul(step, multiple)), unit)
-
-    return value
-
-
-def _signed_level(code: Tile, bits: int) -> Tile:
-    number = lax.bitwise_and(code, np.uint32(2 ** (bits - 1) - 1))
-    level = group.level_value(number, bits)
-    sign = lax.shift_left(
-        lax.shift_right_logical(code, np.uint32(bits - 1)), np.uint32(31)
-    )
-    return float_of(lax.bitwise_or(pattern(level), sign))
-
-
 def _load_words(
     block: Block, tiles: RotatedTiles, ref: jax.Ref
 ) -> dict[int, jax.Array]:
@@ -413,71 +299,6 @@ def _load_words(
         shift = column_slot(block.shape, size, field)
         packed[start] = lax.shift_right_logical(block.load_at(ref, shared), shift)
     return packed
-
-
-def _key(block: Block, draw: noise.Draw, metadata: jax.Array) -> jax.Array:
-    number = lax.convert_element_type(block.number, np.uint32)
-    return noise.shard_key(draw, number, metadata)
-
-
-def _rounded(x: Tile, interpret: bool) -> Tile:
-    if interpret:  # XLA:CPU may contract the product that x is with a sum
-        x = lax.round(x, lax.RoundingMethod.TO_NEAREST_EVEN)
-        return x.astype(np.int32).astype(np.float32)
-    return lax.sub(lax.add(x, MAGIC), MAGIC)
-
-
-def _square(distance: Tile, dropped: int) -> Tile:
-    """Squared sizes; a size is a distance without its lowest bits, rounded."""
-    magic = MAGIC * np.float32(2.0**dropped)
-    size = lax.sub(
-        pattern(lax.add(distance, magic)), MAGIC_BITS + np.uint32(dropped << 23)
-    )
-    size = lax.bitcast_convert_type(size, np.int32)
-    return lax.mul(size, size)
-
-
-def _sum(tiles: Sequence[Tile]) -> jax.Array:
-    """Sums over groups, `int32`."""
-    total = functools.reduce(lax.add, tiles)
-    return jnp.sum(lax.bitcast_convert_type(total, np.int32), axis=1)
-
-
-def _unless_padding(block: Block, tiles: Sequence[Tile]) -> list[Tile]:
-    """Tiles, 0 where the array has no element."""
-    if not block.tiles.layout.padding:
-        return list(tiles)
-    reals = [block.is_real(k) for k in range(len(tiles))]
-    return [
-        x if real is None else lax.select(real, x, lax.full_like(x, 0))
-        for x, real in zip(tiles, reals, strict=True)
-    ]
-
-
-def _count(block: Block) -> jax.Array | np.uint32:
-    """How many elements of each group are no padding, `uint32`."""
-    layout = block.tiles.layout
-    if not layout.padding:
-        return np.uint32(layout.group)
-    full = lax.full_like(block.number, layout.group, np.uint32)
-    last = lax.full_like(block.number, layout.group - layout.padding, np.uint32)
-    return lax.select(_is_last(block), last, full)
-
-
-def _inverse(block: Block) -> jax.Array | np.float32:
-    """Of that, float32."""
-    layout = block.tiles.layout
-    if not layout.padding:
-        return np.float32(1 / layout.group)
-    full = lax.full_like(block.number, 1 / layout.group, np.float32)
-    last = lax.full_like(block.number, 1 / (layout.group - layout.padding), np.float32)
-    return lax.select(_is_last(block), last, full)
-
-
-def _is_last(block: Block) -> jax.Array:
-    """Whether a group is a row's last."""
-    groups = np.int32(block.tiles.layout.num_groups)
-    return lax.eq(lax.rem(block.number, groups), groups - np.int32(1))
 
 
 def _over(flag: jax.Array, like: jax.Array) -> jax.Array:
