@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxact
-from support.newest import newest
+from support.variants import thorough
 
 
 def loss(w, x):
@@ -14,7 +14,7 @@ def loss(w, x):
     return jnp.sum(jax.nn.softmax(hidden @ w.T) ** 2)
 
 
-@newest
+@thorough
 @pytest.mark.parametrize(
     "codec",
     [jaxact.Quantize(2), jaxact.Dithered(3), jaxact.Rotated(1), jaxact.Cast("float16")],
