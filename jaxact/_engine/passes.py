@@ -21,10 +21,10 @@ from jax import core
 from jax.custom_derivatives import SymbolicZero
 
 from jaxact._engine.backward import backward_pass
-from jaxact._engine.seeds import seeds_for
+from jaxact._engine.seeds import known_seeds, seeds_for
 from jaxact._engine.storage import Probe, Storage
 from jaxact._jaxpr.compat import barrier
-from jaxact._jaxpr.evaluate import evaluate, in_mesh_of
+from jaxact._jaxpr.evaluate import evaluate, in_mesh_of, is_in_other_mesh
 from jaxact._jaxpr.opaque import hide
 from jaxact._jaxpr.read import is_float
 from jaxact._jaxpr.types import Array, Env, PyTree, Var
@@ -57,7 +57,7 @@ class Passes:
         plan = self.plan
         outputs, env = self._evaluate(inputs)
         values = [env[v] for v in self._packed_from]
-        pack = self._jitted_pack if _is_traced(values) else self._pack
+        pack = self._jitted_pack if _can_jit(values) else self._pack
         packed = pack(seed, settings, values) if plan.packed else []
         exact = [env[v] for v in plan.exact]
         if packed:
@@ -77,8 +77,7 @@ class Passes:
         cotangents: Sequence[jax.Array | SymbolicZero],
     ) -> _Backward:
         """Gradients; `keys` as in `settings`."""
-        is_traced = _is_traced((packed, kept, cotangents))
-        if not (self.plan.packed and is_traced):
+        if not self.plan.packed or not _can_jit((packed, kept, cotangents)):
             return self._backward(keys, (), packed, kept, cotangents)
         outputs = self.plan.forward.jaxpr.outvars
         zeros = tuple(
@@ -120,7 +119,9 @@ class Passes:
     ) -> list[PyTree]:
         """The stored form for each of `StoragePlan.packed`."""
         plan, env = self.plan, dict(zip(self._packed_from, values, strict=True))
-        seeds = seeds_for(seed, len(plan.packed))
+        is_elsewhere = any(map(is_in_other_mesh, values))
+        make = known_seeds if is_elsewhere else seeds_for
+        seeds = make(seed, len(plan.packed))
         packed = []
         for v, own in zip(plan.packed, seeds, strict=True):
             with in_mesh_of(env[v]):
@@ -164,5 +165,10 @@ class Passes:
         return backward_pass(self.plan, self.storage, keys, packed, kept, cotangents)
 
 
-def _is_traced(values: PyTree) -> bool:
-    return any(isinstance(x, core.Tracer) for x in jax.tree.leaves(values))
+def _can_jit(values: PyTree) -> bool:
+    """Whether values are traced, all in the current mesh, which a jit asks for."""
+    leaves = jax.tree.leaves(values)
+    is_traced = any(isinstance(x, core.Tracer) for x in leaves)
+    return is_traced and not any(
+        isinstance(x, jax.Array) and is_in_other_mesh(x) for x in leaves
+    )

@@ -37,10 +37,12 @@ def seeds_for(seed: Array, count: int) -> list[jax.Array]:
 
     Scalars: of an array, each encoding would read its own by a kernel on a GPU.
     """
-    scalar = jax.numpy.uint32(seed)
-    return lax.optimization_barrier(
-        [salted(scalar, "residual", number) for number in range(count)]
-    )
+    return lax.optimization_barrier(known_seeds(jax.numpy.uint32(seed), count))
+
+
+def known_seeds(seed: Array, count: int) -> list[Any]:
+    """The same, known to XLA where `seed` is: of no mesh where that has none."""
+    return [salted(seed, "residual", number) for number in range(count)]
 
 
 def _salted(seed: Array, text: str) -> Array:

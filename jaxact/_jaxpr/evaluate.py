@@ -73,10 +73,15 @@ def in_mesh_of(x: Array) -> contextlib.AbstractContextManager[object]:
 
     Under Explicit axes, inside `jax.sharding.auto_axes`, that is another mesh.
     """
-    mesh, around = jax.typeof(x).sharding.mesh, jax.sharding.get_abstract_mesh()
-    if mesh.empty or around.empty or mesh == around:
+    if not is_in_other_mesh(x):
         return contextlib.nullcontext()
-    return jax.sharding.use_abstract_mesh(mesh)
+    return jax.sharding.use_abstract_mesh(jax.typeof(x).sharding.mesh)
+
+
+def is_in_other_mesh(x: Array) -> bool:
+    """Whether `x` was made where another mesh was set, see `in_mesh_of`."""
+    mesh, around = jax.typeof(x).sharding.mesh, jax.sharding.get_abstract_mesh()
+    return not (mesh.empty or around.empty or mesh == around)
 
 
 def varying_alike(values: Sequence[Array]) -> list[Any]:
