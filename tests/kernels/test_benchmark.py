@@ -117,7 +117,7 @@ def test_instructions_leave_room_for_the_speed_aimed_at(tmp_path):
 @pytest.mark.slow  # a quarter of a minute of CPU time for each encoder
 @needs_target
 def test_instructions_of_a_rotation_are_few_enough(tmp_path):
-    # Both rates are compute bounds, of 2 bytes an element; nothing is spilled.
+    # Rates that instructions allow, in bytes of bfloat16; at 2 bits nothing is spilled.
     needs_disassembler()
     formats = "--formats", "rotated", "adaptive", "--bits", "2"
     _, results = run("count.py", tmp_path / "count.json", *formats)
