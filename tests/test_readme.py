@@ -6,8 +6,6 @@ from pathlib import Path
 import jax
 import pytest
 
-from support.gpu_target import needs_target
-
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 # Blocks in `libraries.md` are parts of programs; test_other_libraries.py has these.
@@ -25,8 +23,6 @@ def run_blocks(page):
     return len(blocks)
 
 
-@pytest.mark.unoptimized
-@needs_target
 @pytest.mark.slow
 def test_the_blocks_of_the_readme_run(capsys):
     pytest.importorskip("flax")

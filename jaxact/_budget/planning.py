@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import jax
 import numpy as np
 
 from jaxact._bits.cost import Sensitivity
@@ -34,7 +35,7 @@ def plan(
     target: str | None = None,
     of: Literal["temp", "device"] = "temp",
     policy: Policy | None = None,
-    actions: Sequence[Action] = candidates.EVERY,
+    actions: Sequence[Action] | None = None,
     slowdown: float = math.inf,
     noise: float = math.inf,
     measured: Sensitivity | None = None,
@@ -63,7 +64,8 @@ def plan(
       policy: its rules stand before the plan's. None: `Policy()`. The policies that the
         calls have do not count.
       actions: to choose from, besides `Exact()`. A float64 array, say, only takes those
-        that can store it.
+        that can store it. None: every format of 1 to 8 bits; without a GPU those that
+        need no kernel.
       slowdown: bound on the added time, such as 0.1 for 10 % more.
       noise: bound on the added variance.
       measured: of the same loss; without it, noise is assumed.
@@ -92,6 +94,9 @@ def plan(
       ...     gradient = jax.grad(loss)(ws, x)
     """
     size = parsed(budget, "jaxact.plan")
+    if actions is None:
+        has_kernels = target is not None or jax.default_backend() == "gpu"
+        actions = candidates.EVERY if has_kernels else candidates.WITHOUT_KERNELS
     _check(of, slowdown, noise, policy, actions)
     gpu = gpu_of(_NOMINAL if target is None else target)
     base = Policy() if policy is None else policy

@@ -67,6 +67,11 @@ class Variant:
     is_checkpoint: bool = False
 
     @property
+    def is_stored(self) -> bool:
+        """Whether nothing is computed again."""
+        return self.name == "stored"
+
+    @property
     def least_bytes(self) -> int:
         """The fewest bytes that it can store."""
         return self.fixed_bytes + sum(
@@ -100,6 +105,14 @@ class Problem:
     gradient_bytes: int
     seconds: float
     is_measured: bool
+
+    def without_recomputation(self) -> "Problem":
+        """The same, with all residuals of a call stored."""
+        calls = [
+            dataclasses.replace(c, variants=tuple(v for v in c.variants if v.is_stored))
+            for c in self.calls
+        ]
+        return dataclasses.replace(self, calls=tuple(calls))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -65,6 +65,8 @@ class Search:
                 trial = self.uncompressed()
             else:
                 trial = self.try_(solution)
+            if trial is None and self.best(limit) is None:
+                trial = self.try_(self._least(kept_alone=True))
             if trial is None:
                 return
             taken = budgeted(trial.memory, self.of)
@@ -161,9 +163,14 @@ class Search:
     def _solve(self, room: float) -> Solution | None:
         return solve(self.problem, room, slowdown=self.slowdown, noise=self.noise)
 
-    def _least(self) -> Solution:
+    def _least(self, *, kept_alone: bool = False) -> Solution:
+        """The solution that stores least.
+
+        Args:
+          kept_alone: compute nothing again, which takes workspace of its own.
+        """
         least = solve(
-            self.problem,
+            self.problem.without_recomputation() if kept_alone else self.problem,
             math.inf,
             slowdown=self.slowdown,
             noise=self.noise,

@@ -61,6 +61,17 @@ def plans():
     return made
 
 
+def test_a_step_whose_codecs_would_need_more_than_they_save():
+    """Two unrolled layers: a rotation's own arrays are larger than the residuals."""
+    small = jaxact.compress(layer, activations="x")
+    gradient = jax.grad(lambda p, x: (small(p, small(p, x)) ** 2).mean())
+    of = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    p = {"up": of((256, 1024)), "down": of((1024, 256))}
+    plan = jaxact.plan(gradient, p, of((2048, 256)), budget=0.65)
+    assert plan.memory.temp_bytes <= plan.budget
+    assert all(not isinstance(row.action, jaxact.Rotated) for row in plan.rows)
+
+
 def test_the_compiled_step_is_never_above_the_budget(plans):
     whole = plans[0.15].trail[0].memory.temp_bytes  # the uncompressed step
     for ratio, plan in plans.items():
