@@ -37,7 +37,6 @@ print("real sizes" if on_gpu else "no GPU, so toy sizes, and the CPU's memory")
 
 # %%
 import functools
-import math
 from pydoc_data.topics import topics
 
 import jax.numpy as jnp
@@ -190,66 +189,50 @@ display(compared)
 # %% [markdown]
 # ## The largest batch
 #
-# The budget is nine tenths of the GPU's memory; without a GPU, 32 MiB. Compiled memory
-# grows nearly in a straight line with the batch: try where the line through the last
-# two tries meets the budget, until one more sample would not fit.
+# The budget is nine tenths of the GPU's memory; without a GPU, 32 MiB. `max_batch`
+# compiles up to five steps for each way: the batch fits, and the next one does not.
 
 # %%
 mib = 2**20
 device = jax.devices()[0]
-budget = 0.9 * device.memory_stats()["bytes_limit"] if on_gpu else 32 * mib
-tried = {row.name: {16: row.memory.peak_bytes} for row in compared.rows}
-
-
-def peak(name, batch):
-    """Bytes of a compiled training step: state, temporary memory and output."""
-    if batch not in tried[name]:
-        memory = jaxact.memory(steps[name], state, batch_of(batch, length))
-        tried[name][batch] = memory.peak_bytes
-    return tried[name][batch]
-
-
-def largest_batch(name):
-    batch, before = 16, 0  # with no samples there are the state and a gradient
-    bytes_before = sum(x.nbytes for x in jax.tree.leaves((state, state[0])))
-    for _ in range(4):
-        slope = (peak(name, batch) - bytes_before) / (batch - before)
-        more = math.floor((budget - peak(name, batch)) / slope)
-        before, bytes_before = batch, peak(name, batch)
-        batch = max(1, batch + more)
-        if batch == before:
-            break
-    while peak(name, batch) > budget:
-        batch -= 1
-    return batch
-
-
-largest = {name: largest_batch(name) for name in ways}
+budget = int(0.9 * device.memory_stats()["bytes_limit"]) if on_gpu else 32 * mib
+largest = {}
+for name, step in steps.items():
+    step_of_batch = lambda n, step=step: (step, (state, batch_of(n, length)))
+    found = jaxact.max_batch(step_of_batch, budget=budget, reserve=0)
+    (largest[name],) = found.rows
 
 # %%
-figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.5), layout="constrained")
-for name, found in tried.items():
-    batches = sorted(found)
-    style = "o--" if "jaxact" in name else "o-"
-    left.plot(batches, [found[b] / mib for b in batches], style, label=name)
-left.axhline(budget / mib, color="black", linestyle=":", label="budget")
-left.set(xlabel="batch", ylabel="compiled memory of a step, MiB")
-left.legend(fontsize="small")
-bars = right.barh(list(largest), list(largest.values()))
-right.bar_label(bars, padding=3)
-right.invert_yaxis()
-right.margins(x=0.1)
-right.set_xlabel("largest batch in the budget")
+figure, axis = plt.subplots(figsize=(7, 2.8), layout="constrained")
+bars = axis.barh(list(largest), [row.batch for row in largest.values()])
+axis.bar_label(bars, padding=3)
+axis.invert_yaxis()
+axis.margins(x=0.1)
+axis.set_xlabel("largest batch in the budget")
 plt.show()
-for name, batch in largest.items():
-    print(f"{name:28}{batch:4} samples in {peak(name, batch) / mib:,.1f} MiB")
+for name, row in largest.items():
+    print(f"{name:28}{row.batch:4} samples in {row.bytes / mib:,.1f} MiB")
+
+# %% [markdown]
+# ## Or name the budget
+#
+# `plan` finds the policy for the batch that you want. It chooses for every residual:
+# exact, in a format and width, or computed again; the compiled step is within the
+# budget. Here for the largest batch at 4 bits, in three quarters of the budget.
+
+# %%
+batch = largest["jaxact, 4 bits"].batch
+arguments = state, batch_of(batch, length)
+plan = jaxact.plan(
+    steps["jaxact, 4 bits"], *arguments, budget=budget * 3 // 4, of="device"
+)
+display(plan)
 
 # %% [markdown]
 # ## Train at that batch
 
 # %%
 way = "jaxact, 4 bits"
-batch = largest[way]
 rng = np.random.default_rng(0)
 losses = []
 for _ in range(15):

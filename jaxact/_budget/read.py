@@ -231,7 +231,8 @@ class _Reader:
         inside = [(row, d) for row, d in inside if row.key not in kept]
         if not inside:
             return []
-        copies = max(_copies(d.residual, row) for row, d in inside)
+        # A residual of a scan in the call has a copy for each step of that, too.
+        copies = min(_copies(d.residual, row) for row, d in inside)
         flops = self._traced.calls[key].flops * copies
         variants = []
         for bits in _INSIDE_BITS:

@@ -328,3 +328,23 @@ def test_the_solver_finds_the_cheapest(seed):
         if bounded is not None:
             assert bounded.noise <= 0.02 + 1e-6
             assert bounded.cost <= 1.001 * min(quiet) + 1e-6
+
+
+def test_a_loop_inside_a_call_is_computed_again_once():
+    """A checkpoint adds a forward pass, at most half of a step, and packing."""
+
+    def block(w, x):
+        y = jax.lax.map(lambda row: jnp.sin(jnp.tanh(row @ w)), x)
+        return x + jnp.tanh(y @ w) @ w
+
+    small = jaxact.compress(block, activations="x")
+
+    def loss(ws, x):
+        return jax.lax.scan(lambda x, w: (small(w, x), None), x, ws)[0].sum()
+
+    of = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    step = Step(jax.grad(loss), (of((8, 64, 64)), of((32, 16, 64))), {})
+    problem = read_problem(step, Policy(), WIDTHS, gpu_of("h100"), None)
+    variants = [v for call in problem.calls for v in call.variants]
+    times = [v.time for v in variants if v.is_checkpoint]
+    assert times and max(times) < 0.6
