@@ -15,7 +15,7 @@ class Checkpoint(Saved):
 
     For `Policy(recompute=...)`. The inputs are stored as the policy says, packed; in
     the backward pass the call is evaluated again from them, and its residuals, one call
-    at a time, are stored as the policy says too. It is what nested wrappers give,
+    at a time, are stored as the policy says too. Nested wrappers give the same,
     `compress(jax.checkpoint(compress(f)))`, as one value, for the calls that it
     matches. A `jax.checkpoint` that the call contains is kept. Memory falls to the
     inputs of all calls and the residuals of one; the time rises by that of computing

@@ -19,4 +19,5 @@ def test_words_and_types(folder):
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forth", "back"])
 def test_way_of_a_residual(backward):
-    assert 1 < len(walk(backward=backward)) <= 6
+    """From `compress` to a packed word; one file is the passes that alike calls share."""
+    assert 1 < len(walk(backward=backward)) <= 7

@@ -1,6 +1,6 @@
 """The largest batch whose compiled step fits, and the next one, which does not.
 
-What a step takes is close to affine in the batch, so two small batches predict the
+The memory of a step is close to affine in the batch, so two small batches predict the
 largest. The prediction is compiled, and so is its neighbour: only compiled steps count.
 """
 

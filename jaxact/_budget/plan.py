@@ -1,4 +1,4 @@
-"""A plan: the policy for a budget, and what it is expected to cost."""
+"""A plan: the policy for a budget, and its expected cost."""
 
 import dataclasses
 from typing import TYPE_CHECKING
@@ -50,7 +50,7 @@ class Trial(Saved):
       policy: see `jaxact.using`.
       rows: as in `Plan`; none for the uncompressed step.
       stored_bytes: predicted, of all residuals; None for the uncompressed step.
-      predicted_bytes: of what the budget is for; None where nothing was predicted.
+      predicted_bytes: that the budget limits; None where nothing was predicted.
       memory: compiled.
       time, noise: added, as in `Plan`.
     """
@@ -74,7 +74,7 @@ class FrontierPoint(Saved):
     """The least cost for some memory.
 
     Attributes:
-      bytes: of what the budget is for.
+      bytes: that the budget limits.
       time, noise: added, as in `Plan`.
       is_compiled: whether the bytes are those of a compiled step; else predicted.
       name: 'uncompressed', 'plan', or '' for a prediction.
@@ -98,7 +98,7 @@ class Plan(Tabular):
     Attributes:
       policy: for all compressed calls.
       budget: bytes.
-      of: 'temp' or 'device', what the budget is for.
+      of: 'temp' or 'device', the memory that the budget limits.
       memory: compiled with the policy; never above the budget.
       predicted: bytes that were expected of the compiled step.
       time: that the policy adds, as a part of the step's.
@@ -125,7 +125,7 @@ class Plan(Tabular):
 
     @property
     def bytes(self) -> int:
-        """Compiled bytes of what the budget is for."""
+        """Compiled bytes that the budget limits."""
         return budgeted(self.memory, self.of)
 
     def summary(self) -> str:

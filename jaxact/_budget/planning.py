@@ -45,7 +45,7 @@ def plan(
     """Find the policy that costs least among those that fit a memory budget.
 
     Each residual of the step's compressed calls is kept exactly or in one of the
-    formats, or computed again: what elementwise operations make of others, or a whole
+    formats, or computed again: elementwise results of others, or a whole
     call from its packed inputs. An integer program chooses; the step is compiled with
     its choice, which tells what the compiler adds to the stored bytes, and it chooses
     again, at most 4 times. The compiled step is never above the budget.
@@ -88,7 +88,7 @@ def plan(
       ...     return jax.lax.scan(lambda x, w: (layer(w, x), None), x, ws)[0].sum()
       >>> ws, x = jnp.ones((24, 64, 64)), jnp.ones((1024, 64))
       >>> plan = jaxact.plan(jax.grad(loss), ws, x, budget=0.5)
-      >>> 0.9 < plan.bytes / plan.budget <= 1
+      >>> plan.bytes <= plan.budget
       True
       >>> with jaxact.using(plan.policy):
       ...     gradient = jax.grad(loss)(ws, x)

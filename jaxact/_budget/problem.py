@@ -45,7 +45,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """One way to keep what a call needs.
+    """One way to keep a call's residuals.
 
     Attributes:
       name: 'stored', 'elementwise' or 'checkpoint'.
@@ -81,7 +81,7 @@ class Variant:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A compressed call, by its key, and the ways to keep what it needs."""
+    """A compressed call, by its key, and the ways to keep its residuals."""
 
     key: str
     variants: tuple[Variant, ...]
@@ -126,10 +126,10 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Solution:
-    """What was chosen.
+    """The choices for a step.
 
     Attributes:
-      stored_bytes: of residuals, and of what one call that is computed again keeps.
+      stored_bytes: of residuals, and those of one call that is computed again.
       time, noise: added, as in `Option`.
     """
 

@@ -164,7 +164,7 @@ def _is_free(heard: _Heard, row: ResidualRow) -> bool:
 
 
 def _elementwise_rules(stored: _Trace) -> list[Rule]:
-    """Rules to compute again what elementwise operations make of other residuals."""
+    """Rules to compute elementwise results of other residuals again."""
     return [
         Rule(Recompute(), key=row.key)
         for heard, row in _pairs(stored)
@@ -206,7 +206,7 @@ class _Reader:
     def elementwise(
         self, key: str, fused: _Trace, rules: Sequence[Rule]
     ) -> list[Variant]:
-        """What elementwise operations make is computed again, if that stores less."""
+        """Results of elementwise operations computed again, if that stores less."""
         before = self._traced.rows.get(key, [])
         after = fused.rows.get(key, [])
         size = lambda rows: sum(row.exact_bytes for row in rows)

@@ -1,6 +1,6 @@
 """Solve, compile, correct, and solve again until a compiled step is in the budget.
 
-What a compiled step takes is the stored bytes, which tables know, and A: gradients and
+A compiled step takes the stored bytes, which tables know, and A: gradients and
 workspace, which only the compiler knows. A differs by some percent between policies
 (5 to 13 % of the whole for a small float32 network, 1 to 2 % for GPT-2 medium), so one
 compiled step tells it for the next.
@@ -39,7 +39,7 @@ class Search:
 
     Attributes:
       compiled: the memory of the step under a policy.
-      of: what a budget is for.
+      of: the memory that a budget limits.
       trials: in order, without repetition.
       known: those of earlier plans for the same step.
     """

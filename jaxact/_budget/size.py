@@ -30,7 +30,7 @@ def parsed(budget: str | int | float, call: str) -> Size:
     """
     wrong = (
         f"{call}(budget={budget!r}): bytes are required, as an integer or as text such "
-        "as '12GB' (10**9) or '12GiB' (2**30); or a part of what the uncompressed step "
+        "as '12GB' (10**9) or '12GiB' (2**30); or a part of the uncompressed step's "
         "takes, a float below 1 such as 0.4."
     )
     if isinstance(budget, bool) or not isinstance(budget, str | int | float):

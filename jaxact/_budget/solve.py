@@ -2,7 +2,7 @@
 
 One variable for each option of a row, one for each variant of a call. Rematerialization
 as an integer program: Checkmate (Jain et al. 2020, arXiv:1910.02653); here with several
-widths for what is kept, and without the order in which things are computed, which is
+widths for the kept values, and without the order in which things are computed, which is
 the compiler's.
 """
 

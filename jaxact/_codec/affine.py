@@ -80,7 +80,9 @@ class Quantize(Codec[affine.Stored | Wide[affine.Stored]]):
             operation = affine.Encode(x.shape, x.dtype, *options, is_fused=is_fused)
             return run(operation, x, seed)
 
-        return wide.encode(x, self.group_size, pack)
+        if wide.is_needed(x.dtype):
+            return wide.encode(x, self.group_size, pack)
+        return pack(x)
 
     def decode(
         self,
@@ -92,4 +94,6 @@ class Quantize(Codec[affine.Stored | Wide[affine.Stored]]):
             options = (self.bits, self.group_size)
             return run(affine.Decode(shape, dtype, *options, is_fused=True), stored)
 
-        return wide.decode(stored, shape, dtype, self.group_size, unpack)
+        if isinstance(stored, Wide):
+            return wide.decode(stored, shape, dtype, self.group_size, unpack)
+        return unpack(stored, np.dtype(dtype))

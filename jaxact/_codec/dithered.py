@@ -81,7 +81,9 @@ class Dithered(Codec[Stored | Wide[Stored]]):
             operation = affine.Encode(x.shape, x.dtype, *options, is_fused=is_fused)
             return Stored(run(operation, x, seed), seed)
 
-        return wide.encode(x, self.group_size, pack)
+        if wide.is_needed(x.dtype):
+            return wide.encode(x, self.group_size, pack)
+        return pack(x)
 
     def decode(
         self, stored: Stored | Wide[Stored], shape: tuple[int, ...], dtype: DTypeLike
@@ -93,4 +95,6 @@ class Dithered(Codec[Stored | Wide[Stored]]):
             )
             return run(operation, stored.codes, stored.seed)
 
-        return wide.decode(stored, shape, dtype, self.group_size, unpack)
+        if isinstance(stored, Wide):
+            return wide.decode(stored, shape, dtype, self.group_size, unpack)
+        return unpack(stored, np.dtype(dtype))

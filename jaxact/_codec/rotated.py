@@ -81,7 +81,9 @@ class Rotated(Codec[Stored | Wide[Stored]]):
             words, metadata = run(operation, x, seed)
             return Stored(words, metadata, seed)
 
-        return wide.encode(x, self.group_size, pack)
+        if wide.is_needed(x.dtype):
+            return wide.encode(x, self.group_size, pack)
+        return pack(x)
 
     def decode(
         self, stored: Stored | Wide[Stored], shape: tuple[int, ...], dtype: DTypeLike
@@ -89,7 +91,9 @@ class Rotated(Codec[Stored | Wide[Stored]]):
         def unpack(stored: Stored, dtype: np.dtype) -> jax.Array:
             return run(rotated.Decode(shape, dtype, *self._options), stored)
 
-        return wide.decode(stored, shape, dtype, self.group_size, unpack)
+        if isinstance(stored, Wide):
+            return wide.decode(stored, shape, dtype, self.group_size, unpack)
+        return unpack(stored, np.dtype(dtype))
 
 
 @dataclasses.dataclass(frozen=True)

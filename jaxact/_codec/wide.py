@@ -41,31 +41,32 @@ class Wide(NamedTuple, Generic[Stored]):
     unit: jax.Array
 
 
+def is_needed(dtype: DTypeLike) -> bool:
+    """Whether arrays of this dtype are conditioned."""
+    return np.dtype(dtype) == np.float64
+
+
 def encode(
     x: jax.Array, group_size: int, format: Callable[[jax.Array], Stored]
-) -> Stored | Wide[Stored]:
-    """Encode `x` by `format`, which computes in float32; float64 is conditioned first.
+) -> Wide[Stored]:
+    """Condition `x`, and encode the remainder by `format`, which computes in float32.
 
     Args:
       x: floating point.
       group_size: most elements in a group, see `layout_of`.
     """
-    if x.dtype != np.float64:
-        return format(x)
     remainder, anchor, unit = condition(x, layout_of(x.shape, group_size))
     return Wide(format(remainder), anchor, unit)
 
 
 def decode(
-    stored: Stored | Wide[Stored],
+    stored: Wide[Stored],
     shape: tuple[int, ...],
     dtype: DTypeLike,
     group_size: int,
     format: Callable[[Stored, np.dtype], jax.Array],
 ) -> jax.Array:
     """Undo `encode`; `format` decodes to the dtype that it is given."""
-    if not isinstance(stored, Wide):
-        return format(stored, np.dtype(dtype))
     x = format(stored.remainder, np.dtype(np.float32))
     layout = layout_of(shape, group_size)
     return restore(x, stored.anchor, stored.unit, layout).astype(dtype)

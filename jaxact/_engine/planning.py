@@ -49,7 +49,7 @@ class _Plans:
 
     Attributes:
       nested: decisions for the scans inside, of the last trace.
-      latest: the last forward program, and what was made of it.
+      latest: the last forward program, and its plan.
     """
 
     trace: ForwardTrace

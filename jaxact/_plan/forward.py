@@ -41,7 +41,7 @@ class Backward:
       residuals: its variable (or literal) for each residual, in the order of the
         forward program's.
       cotangents: of the outputs that can have one.
-      eqns: what it computes.
+      eqns: its computation.
       gradients: its results, one for each active value.
     """
 

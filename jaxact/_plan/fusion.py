@@ -26,7 +26,7 @@ def in_memory(jaxpr: Jaxpr, outputs: Sequence[Atom]) -> frozenset[Var]:
     """The values in a program that are better read from memory than computed again.
 
     Args:
-      outputs: those that the program is evaluated for, beside what is stored.
+      outputs: those that the program is evaluated for, beside the stored values.
     """
     return read_whole(jaxpr, outputs) | _costly(jaxpr)
 

@@ -25,7 +25,7 @@ def masks_of_outputs(jaxpr: Jaxpr, outputs: Sequence[Atom]) -> Jaxpr:
     """`jaxpr` with the masks of a ReLU computed from its output, where that is whole.
 
     Args:
-      outputs: those that the program is evaluated for, beside what is stored.
+      outputs: those that the program is evaluated for, beside the stored values.
     """
     whole = read_whole(jaxpr, outputs)
     clipped = {

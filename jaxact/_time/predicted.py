@@ -104,7 +104,7 @@ class PredictedTime(Tabular):
         return {cause: _cause_time(cause, rows) for cause, rows in groups.items()}
 
     def summary(self) -> str:
-        """The totals, and what they are."""
+        """The totals, and their meaning."""
         return (
             f"{_milliseconds(self.seconds)} at least on {self.memory.device}, mostly "
             f"{self.bound}: {self.kernels} kernels, {bytes_text(self.bytes)} moved, "

@@ -41,7 +41,7 @@ class Kernel(Saved):
     Attributes:
       name: in the optimized HLO.
       operation: the scopes and the JAX primitive, where the compiler kept them.
-      cause: what it is there for, see `PredictedTime`.
+      cause: its purpose, see `PredictedTime`.
       runs: how often it is launched; more than once in loops.
       read_bytes, written_bytes: moved between chip and memory.
       flops: of its matrix products and convolutions.
