@@ -19,5 +19,5 @@ def test_words_and_types(folder):
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forth", "back"])
 def test_way_of_a_residual(backward):
-    """From `compress` to a packed word; one file is the passes that alike calls share."""
+    """From `compress` to a packed word, through the passes that alike calls share."""
     assert 1 < len(walk(backward=backward)) <= 7

@@ -61,6 +61,9 @@ def plans():
     return made
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="its XLA:CPU drops barriers outside of loops"
+)
 def test_a_step_whose_codecs_would_need_more_than_they_save():
     """Two unrolled layers: a rotation's own arrays are larger than the residuals."""
     small = jaxact.compress(layer, activations="x")
