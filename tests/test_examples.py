@@ -63,7 +63,7 @@ def test_quickstart_learns_the_digits():
     text = run("quickstart.py", *TOY)
     for row in rows_under(text, "test accuracy"):
         assert float(row[1].removesuffix("%")) >= 80
-    here = text[: text.index("compiled for an H100")]
+    here = text[text.index("compiled for cpu") :]
     plain, packed = rows_under(here, "step residuals")
     assert mib(packed[2]) * 3 <= mib(plain[2])
     assert mib(packed[3]) <= mib(plain[3])

@@ -22,7 +22,6 @@ from jaxact._jaxpr.rewrite import prune
 from jaxact._jaxpr.types import ClosedJaxpr, Dtype, Env, Eqn, Var
 from jaxact._plan.forward import Forward
 from jaxact._plan.fusion import in_memory
-from jaxact._plan.masks import masks_of_outputs
 from jaxact._policy import Policy
 
 
@@ -164,7 +163,7 @@ class StoragePlan:
         """The equations for the outputs and for `saved`, with those as outputs."""
         jaxpr = self.forward.jaxpr
         outputs = jaxpr.outvars[: self.forward.num_outputs]
-        return prune(masks_of_outputs(jaxpr, outputs), [*outputs, *self.saved])
+        return prune(jaxpr, [*outputs, *self.saved])
 
     @functools.cached_property
     def saved(self) -> list[Var]:

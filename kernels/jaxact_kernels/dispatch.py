@@ -116,7 +116,7 @@ def _lower_on_cpu(
     operation: Operation,
     **params: Any,
 ) -> Sequence[mlir.ir.Value]:
-    lower = _lower_apart if operation.is_apart_on_cpu else _lower_once
+    lower = _lower_apart if operation.is_apart_on_cpu else _lower_definition
     return _lower(ctx, *values, lower=lower, operation=operation, **params)
 
 
@@ -151,15 +151,6 @@ def _lower_on_gpu(
     return mlir.lower_fun(scoped, multiple_results=True)(ctx, *values)
 
 
-def _once(*arrays: jax.Array, **params: Any) -> list[jax.Array]:
-    """The definition's results, computed once where several operations read them.
-
-    XLA:CPU would fuse a decoding into each of these, and takes most of its time to
-    compile for such code.
-    """
-    return lax.optimization_barrier(_evaluate(*arrays, **params))
-
-
 def _apart(*arrays: jax.Array, **params: Any) -> list[jax.Array]:
     """The definition, which is fused with nothing around it.
 
@@ -167,7 +158,8 @@ def _apart(*arrays: jax.Array, **params: Any) -> list[jax.Array]:
     mask again for each place where it is read (a step of a small ResNet takes 1.15
     times the time of an uncompressed one then, and 1.03 times with barriers).
     """
-    return _once(*lax.optimization_barrier(arrays), **params)
+    results = _evaluate(*lax.optimization_barrier(arrays), **params)
+    return list(lax.optimization_barrier(tuple(results)))
 
 
 def _in_rows(*arrays: jax.Array, **params: Any) -> list[jax.Array]:
@@ -184,7 +176,6 @@ def _in_rows(*arrays: jax.Array, **params: Any) -> list[jax.Array]:
     ]
 
 
-_lower_once = mlir.lower_fun(_once, multiple_results=True)
 _lower_apart = mlir.lower_fun(_apart, multiple_results=True)
 _lower_in_rows = mlir.lower_fun(_in_rows, multiple_results=True)
 _lower_definition = mlir.lower_fun(_evaluate, multiple_results=True)
