@@ -106,6 +106,11 @@ class Comparison(Tabular):
     def _table(self) -> tuple[list[Column[ComparedStep]], tuple[ComparedStep, ...]]:
         return _COLUMNS, self.rows
 
+    def _brief(self) -> tuple[list[Column[ComparedStep]], tuple[ComparedStep, ...]]:
+        """Without the time to compile, where that to run is predicted: 80 columns."""
+        is_predicted = any(row.predicted_seconds is not None for row in self.rows)
+        return [c for c in _COLUMNS if c is not _COMPILE or not is_predicted], self.rows
+
 
 _NOT_SMALLER = (
     "{name!r} stores {stored} of residuals where {first!r} stores {before}, but its "
@@ -150,6 +155,9 @@ def _milliseconds(step: ComparedStep) -> str:
     return "" if seconds is None else f"{seconds * 1e3:.3g} ms"
 
 
+_COMPILE: Column[ComparedStep] = Column(
+    "compile", lambda row: f"{row.compile_seconds:.1f} s", is_number=True
+)
 _COLUMNS: list[Column[ComparedStep]] = [
     Column("step", lambda row: row.name),
     Column("residuals", lambda row: bytes_text(row.residual_bytes), is_number=True),
@@ -158,7 +166,7 @@ _COLUMNS: list[Column[ComparedStep]] = [
     Column("peak", lambda row: bytes_text(row.memory.peak_bytes), is_number=True),
     Column("products", lambda row: str(row.products), is_number=True),
     Column("predicted", _milliseconds, is_number=True),
-    Column("compile", lambda row: f"{row.compile_seconds:.1f} s", is_number=True),
+    _COMPILE,
 ]
 
 

@@ -1,5 +1,6 @@
 """Versions of a step side by side: the numbers are those of JAX and of the tables."""
 
+import dataclasses
 import json
 
 import jax
@@ -171,6 +172,15 @@ def test_the_largest_array_is_named():
     text = " ".join(str(found).split())
     assert f"the largest array is f32[{TOKENS},{words}], 8 MiB: head/" in text
     assert "test_compare.py:" in text
+
+
+def test_with_a_predicted_time_names_stay_whole_in_80_columns(found):
+    rows = (dataclasses.replace(row, predicted_seconds=1e-3) for row in found.rows)
+    timed = jaxact.Comparison(tuple(rows))
+    brief, full = timed.text(width=80), timed.text(full=True)
+    assert all(len(line) <= 80 for line in brief.splitlines())
+    assert "\nuncompressed " in brief and "predicted" in brief
+    assert "compile" not in brief.splitlines()[0] and "compile" in full.splitlines()[0]
 
 
 def test_steps_that_store_less_and_take_no_less():
