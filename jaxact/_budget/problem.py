@@ -54,7 +54,6 @@ class Variant:
       transient_bytes: that exist while one call is computed again.
       time, noise: added besides those of the rows.
       rules: for residuals that are not stored from forward to backward.
-      is_checkpoint: whether the call is computed again as a whole.
     """
 
     name: str
@@ -64,19 +63,16 @@ class Variant:
     time: float = 0.0
     noise: float = 0.0
     rules: tuple[Rule, ...] = ()
-    is_checkpoint: bool = False
+
+    @property
+    def is_checkpoint(self) -> bool:
+        """Whether the call is computed again as a whole."""
+        return self.name == "checkpoint"
 
     @property
     def is_stored(self) -> bool:
         """Whether nothing is computed again."""
         return self.name == "stored"
-
-    @property
-    def least_bytes(self) -> int:
-        """The fewest bytes that it can store."""
-        return self.fixed_bytes + sum(
-            min(option.bytes for option in row.options) for row in self.rows
-        )
 
 
 @dataclasses.dataclass(frozen=True)

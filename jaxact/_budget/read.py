@@ -258,7 +258,6 @@ class _Reader:
                     time,
                     noise,
                     tuple(rules),
-                    is_checkpoint=True,
                 )
             )
         return variants

@@ -6,12 +6,13 @@ from typing import Any
 import jax
 from jax.typing import DTypeLike
 
-from jaxact._codec.base import Bias, Codec
+from jaxact._codec.around import AroundCodec
+from jaxact._codec.base import Codec
 from jaxact._codec.exact import Exact
 
 
 @dataclasses.dataclass(frozen=True)
-class Offload(Codec[Any]):
+class Offload(AroundCodec[Any]):
     """Encode by `codec`, keep the stored arrays in host memory, fetch them in backward.
 
     Attributes:
@@ -31,23 +32,12 @@ class Offload(Codec[Any]):
             )
 
     @property
-    def bias(self) -> Bias:
-        return self.codec.bias
-
-    @property
-    def bits(self) -> float | None:
-        return self.codec.bits
-
-    @property
     def is_differentiable(self) -> bool:
         return self.codec.is_differentiable
 
     @property
     def label(self) -> str:
         return f"{self.codec.label}, host"
-
-    def declines(self, shape: tuple[int, ...], dtype: DTypeLike) -> str | None:
-        return self.codec.declines(shape, dtype)
 
     def encode(self, x: jax.Array, seed: jax.Array) -> Any:
         return self.codec.encode(x, seed)

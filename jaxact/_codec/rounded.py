@@ -6,11 +6,12 @@ from typing import Any
 import jax
 from jax.typing import DTypeLike
 
-from jaxact._codec.base import Bias, Codec
+from jaxact._codec.around import AroundCodec
+from jaxact._codec.base import Codec
 
 
 @dataclasses.dataclass(frozen=True)
-class Rounded(Codec[jax.Array]):
+class Rounded(AroundCodec[jax.Array]):
     """Keep the values that decoding `codec`'s stored arrays gives (fake quantization).
 
     For studies of rounding noise: gradients have the same bits as with the codec
@@ -40,19 +41,8 @@ class Rounded(Codec[jax.Array]):
             )
 
     @property
-    def bias(self) -> Bias:
-        return self.codec.bias
-
-    @property
-    def bits(self) -> float | None:
-        return self.codec.bits
-
-    @property
     def label(self) -> str:
         return f"{self.codec.label}, not packed"
-
-    def declines(self, shape: tuple[int, ...], dtype: DTypeLike) -> str | None:
-        return self.codec.declines(shape, dtype)
 
     def encode(self, x: jax.Array, seed: jax.Array) -> jax.Array:
         return self._rounded(self.codec.encode(x, seed), x)

@@ -85,12 +85,12 @@ def call_compressed(
     inside = flat.inside(path) if path else None
     flat, scope = (flat, "") if inside is None else (inside, path)
     flat = flat.first_alike.labelled
-    label = Label("call", number.at_path).component
-    prefix = join_paths(above, label, scope)
-    whole = join_paths(above, label, path)
+    prefix = join_paths(above, Label("call", number.at_path).component, scope)
+    path = "" if scope else path
+    whole = join_paths(prefix, path)
     report = functools.partial(_report, policy, title, override, whole, flat.jaxpr)
     values = [jnp.asarray(v) if isinstance(v, np.ndarray) else v for v in values]
-    engine = Engine(policy, prefix, title, report, path="" if scope else path)
+    engine = Engine(policy, prefix, title, report, path=path)
     seed = salted(seed, "call", number.total)
     with jax.named_scope(scope) if scope else contextlib.nullcontext():
         outputs = engine(flat, Draw(seed, {}), values)

@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex
 
-from jaxact._jaxpr.compat import custom_vjp_body, open_jaxpr
+from jaxact._jaxpr.compat import open_jaxpr
 from jaxact._jaxpr.primitives import (
     CALL_BODIES,
-    CUSTOM_RULES,
     ELEMENTWISE,
     LINEAR,
     MOVES,
@@ -57,11 +56,6 @@ def call_body(eqn: Eqn) -> ClosedJaxpr | None:
     jaxpr, _ = open_jaxpr(closed)
     same = len(jaxpr.invars) == len(eqn.invars)
     return closed if same and len(jaxpr.outvars) == len(eqn.outvars) else None
-
-
-def has_custom_rule(eqn: Eqn) -> bool:
-    """Whether an equation calls a `jax.checkpoint` or a `custom_vjp`."""
-    return eqn.primitive.name in CUSTOM_RULES or custom_vjp_body(eqn) is not None
 
 
 def names_inside(eqn: Eqn) -> frozenset[str]:

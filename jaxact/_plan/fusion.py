@@ -28,10 +28,10 @@ def in_memory(jaxpr: Jaxpr, outputs: Sequence[Atom]) -> frozenset[Var]:
     Args:
       outputs: those that the program is evaluated for, beside the stored values.
     """
-    return read_whole(jaxpr, outputs) | _costly(jaxpr)
+    return _read_whole(jaxpr, outputs) | _costly(jaxpr)
 
 
-def read_whole(jaxpr: Jaxpr, outputs: Sequence[Atom]) -> frozenset[Var]:
+def _read_whole(jaxpr: Jaxpr, outputs: Sequence[Atom]) -> frozenset[Var]:
     """Results, and values that a matrix product reads, or something after a later one.
 
     `outputs`: as in `in_memory`.

@@ -281,7 +281,6 @@ def random_problem(rng):
             int(rng.integers(10, 300)) << 20,
             float(rng.uniform(0, 0.2)),
             0.01,
-            is_checkpoint=True,
         )
         return Call(str(number), (Variant("stored", rows, 7 << 20), again))
 

@@ -12,11 +12,9 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 from jax.typing import DTypeLike
 
-from jaxact_kernels import noise, words
+from jaxact_kernels import noise
 from jaxact_kernels.affine import group
 from jaxact_kernels.affine.reference import Stored
 from jaxact_kernels.affine.triton_codes import (
@@ -35,8 +33,9 @@ from jaxact_kernels.affine.triton_extremes import (
     extremes,
     finite_extremes,
 )
-from jaxact_kernels.block import Block, elements_shape, output
+from jaxact_kernels.block import Block
 from jaxact_kernels.config import Config, heuristic
+from jaxact_kernels.launch import launch_decode, launch_encode
 from jaxact_kernels.layout import Layout, layout_of
 from jaxact_kernels.numbering import Numbering
 from jaxact_kernels.tiles import Tiles
@@ -63,8 +62,6 @@ def encode(
     layout = layout_of(x.shape, group_size)
     config = config or heuristic(layout.group, x.dtype.itemsize)
     tiles = Tiles(layout, bits, config.groups)
-    scalars = [lax.reshape(s, (1,)) for s in (seed, first) if s is not None]
-    num_words = words.num_words(layout.group, bits)
     kernel = functools.partial(
         _encode,
         tiles=tiles,
@@ -73,19 +70,16 @@ def encode(
         numbering=numbering,
         interpret=interpret,
     )
-    packed, metadata = pl.pallas_call(
+    arrays = launch_encode(
         kernel,
-        grid=(tiles.num_blocks,),
-        out_shape=[
-            output((layout.total_groups, num_words), np.uint32),
-            output((layout.total_groups,), np.uint32),
-        ],
+        x,
+        (seed, first),
+        tiles=tiles,
+        config=config,
         name="affine_encode",
-        compiler_params=plt.CompilerParams(num_warps=config.num_warps, num_stages=1),
         interpret=interpret,
-    )(lax.reshape(x, elements_shape(layout)), *scalars)
-    lead = (*layout.lead, layout.num_groups)
-    return Stored(lax.reshape(packed, (*lead, num_words)), lax.reshape(metadata, lead))
+    )
+    return Stored(*arrays)
 
 
 def decode(
@@ -104,7 +98,6 @@ def decode(
     layout = layout_of(shape, group_size)
     config = config or heuristic(layout.group, np.dtype(dtype).itemsize)
     tiles = Tiles(layout, bits, config.groups)
-    num_words = words.num_words(layout.group, bits)
     out = jax.ShapeDtypeStruct(shape, dtype)
     if then is not None:
         out = jax.eval_shape(then, out, *operands)
@@ -117,20 +110,18 @@ def decode(
         num_scalars=len(scalars),
         numbering=draw and draw.numbering,
     )
-    x = pl.pallas_call(
+    return launch_decode(
         kernel,
-        grid=(tiles.num_blocks,),
-        out_shape=output(elements_shape(layout), out.dtype),
+        *stored,
+        scalars,
+        operands,
+        shape=shape,
+        dtype=out.dtype,
+        tiles=tiles,
+        config=config,
         name="affine_decode",
-        compiler_params=plt.CompilerParams(num_warps=config.num_warps, num_stages=1),
         interpret=interpret,
-    )(
-        lax.reshape(stored.words, (layout.total_groups, num_words)),
-        lax.reshape(stored.metadata, (layout.total_groups,)),
-        *(lax.reshape(scalar, (1,)) for scalar in scalars),
-        *(lax.reshape(operand, elements_shape(layout)) for operand in operands),
     )
-    return lax.reshape(x, shape)
 
 
 def declines(layout: Layout, dtype: DTypeLike) -> str | None:

@@ -13,11 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 from jax.typing import DTypeLike
 
-from jaxact_kernels import noise, words
+from jaxact_kernels import noise
 from jaxact_kernels.affine import group as affine
 from jaxact_kernels.affine.triton_codes import (
     first_counter,
@@ -31,8 +29,9 @@ from jaxact_kernels.affine.triton_extremes import (
     extremes,
     finite_extremes,
 )
-from jaxact_kernels.block import Block, elements_shape, output
+from jaxact_kernels.block import Block
 from jaxact_kernels.config import Config
+from jaxact_kernels.launch import launch_decode, launch_encode
 from jaxact_kernels.layout import Layout, layout_of
 from jaxact_kernels.numbering import Numbering
 from jaxact_kernels.rotated import choice, group
@@ -82,8 +81,6 @@ def encode(
     """
     layout = layout_of(x.shape, group_size)
     tiles = RotatedTiles(layout, bits, config.groups)
-    scalars = [lax.reshape(s, (1,)) for s in (seed, first) if s is not None]
-    num_words = words.num_words(layout.group, bits)
     kernel = functools.partial(
         _encode,
         tiles=tiles,
@@ -92,19 +89,15 @@ def encode(
         numbering=numbering,
         interpret=interpret,
     )
-    packed, metadata = pl.pallas_call(
+    return launch_encode(
         kernel,
-        grid=(tiles.num_blocks,),
-        out_shape=[
-            output((layout.total_groups, num_words), np.uint32),
-            output((layout.total_groups,), np.uint32),
-        ],
+        x,
+        (seed, first),
+        tiles=tiles,
+        config=config,
         name="rotated_encode",
-        compiler_params=plt.CompilerParams(num_warps=config.num_warps, num_stages=1),
         interpret=interpret,
-    )(lax.reshape(x, elements_shape(layout)), *scalars)
-    lead = (*layout.lead, layout.num_groups)
-    return lax.reshape(packed, (*lead, num_words)), lax.reshape(metadata, lead)
+    )
 
 
 def decode(
@@ -123,8 +116,6 @@ def decode(
     """See `jaxact_kernels.rotated.decode`."""
     layout = layout_of(shape, group_size)
     tiles = RotatedTiles(layout, bits, config.groups)
-    scalars = [lax.reshape(s, (1,)) for s in (stored.seed, first) if s is not None]
-    num_words = words.num_words(layout.group, bits)
     kernel = functools.partial(
         _decode,
         tiles=tiles,
@@ -133,19 +124,18 @@ def decode(
         numbering=numbering,
         interpret=interpret,
     )
-    x = pl.pallas_call(
+    return launch_decode(
         kernel,
-        grid=(tiles.num_blocks,),
-        out_shape=output(elements_shape(layout), np.dtype(dtype)),
+        stored.words,
+        stored.metadata,
+        (stored.seed, first),
+        shape=shape,
+        dtype=np.dtype(dtype),
+        tiles=tiles,
+        config=config,
         name="rotated_decode",
-        compiler_params=plt.CompilerParams(num_warps=config.num_warps, num_stages=1),
         interpret=interpret,
-    )(
-        lax.reshape(stored.words, (layout.total_groups, num_words)),
-        lax.reshape(stored.metadata, (layout.total_groups,)),
-        *scalars,
     )
-    return lax.reshape(x, shape)
 
 
 def declines(layout: Layout, dtype: DTypeLike) -> str | None:
