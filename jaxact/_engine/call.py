@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import core
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
@@ -282,6 +283,10 @@ class _Rule:
         inputs = [draw.seed, *values, *probe.values()]
         seed = seed_at(draw.seed, prefix)
         outputs, stored, kept = passes.forward(seed, settings, inputs)
+        if not _is_traced(values) and not self.flat.jaxpr.effects:
+            # Outside of a trace a jitted function is compiled by itself. The program,
+            # which opens those, rounds in another order.
+            outputs = self.flat(*values)
         packed, exact = _marked(passes.plan, prefix, stored)
         self.ran_forward = True
         saved = Static(_Saved(passes, active, tuple(probe)))
@@ -333,6 +338,10 @@ class _Rule:
         decided = passes.plan.all_decisions
         engine.report([*(d.at(engine.prefix) for d in decided), *inside])
         return passes
+
+
+def _is_traced(values: Sequence[Array]) -> bool:
+    return any(isinstance(x, core.Tracer) for x in values)
 
 
 def _measured_keys(
