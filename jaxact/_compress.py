@@ -59,12 +59,13 @@ def compress(
 ) -> Any:
     """Store the residuals of `target` compressed between forward and backward.
 
-    Outputs are `target`'s own, to the last bit; so are the parameter tree, mutable
-    state and RNG counters. Only the arrays that reverse-mode differentiation keeps are
-    stored as `policy` says. With Policy(default=Exact()) gradients are JAX's own too,
-    operation by operation; where three or more are summed into one argument, a
-    compressed call in between may change the order of that sum. Reverse mode once only:
-    forward-mode and second-order derivatives raise a TypeError.
+    Outputs are computed by `target`'s own operations on its own values; so are mutable
+    state and RNG counters, and the parameter tree is the same. Only the arrays that
+    reverse-mode differentiation keeps are stored as `policy` says. With
+    Policy(default=Exact()) gradients are JAX's own too, operation by operation; where
+    three or more are summed into one argument, a compressed call in between may change
+    the order of that sum. Reverse mode once only: forward-mode and second-order
+    derivatives raise a TypeError.
 
     A function that is called outside of `jax.jit` is traced once for calls of equal
     structure, while the numbers, text, arrays and functions that it reads besides its
