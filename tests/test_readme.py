@@ -40,4 +40,4 @@ def test_the_blocks_of_a_guide_run(page):
 
 def test_some_guides_have_blocks():
     pages = {page.stem for page in GUIDES if "```python" in page.read_text()}
-    assert {"bits", "composing", "numerics", "extending"} <= pages
+    assert {"bits", "composing", "numerics", "extending", "training"} <= pages

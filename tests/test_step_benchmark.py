@@ -185,3 +185,10 @@ def test_predicted_times_are_shown_and_drawn(load, tmp_path):
     assert [round(point.time, 9) for point in report.points_of(rows)] == [1.0, 1.25]
     report.plot(rows, tmp_path / "net.png")
     assert (tmp_path / "net.png").stat().st_size > 1000
+
+
+def test_throughputs_are_in_the_ratio_of_the_times(load):
+    # Each row's own was taken at another time, on a machine with other work.
+    base = {"ratio": 1.0, "items_per_second": 100.0}
+    slower = {"ratio": 2.0, "items_per_second": 170.0}
+    assert load("step_report").throughput(slower, base) == "50"

@@ -13,6 +13,7 @@ Record = dict[str, Any]
 Cell = Callable[[Record, Record], str]  # of a row and the uncompressed one
 NOTE = """\
 time: of a step over that of the uncompressed one, taken in turns: median, quartiles;
+items a second: of the uncompressed step, over that ratio;
 temp: allocated by the compiled step besides arguments and results, gradients included,
 and how many times less than uncompressed; peak: most that the device had allocated;
 loss: of the last step; TFLOP: matrix products and convolutions of a step, and how many
@@ -61,12 +62,19 @@ def time(row: Record, base: Record) -> str:
     return f"{row['ratio']:.2f} ({low:.2f} to {high:.2f})"
 
 
+def throughput(row: Record, base: Record) -> str:
+    """Of the uncompressed step, over the ratio: both were taken in turns."""
+    if row["ratio"] is None or not base["items_per_second"]:
+        return "-"
+    return f"{base['items_per_second'] / row['ratio']:.0f}"
+
+
 def columns(rows: Sequence[Record]) -> dict[str, Cell]:
     """The columns that have numbers."""
     kind, target = rows[0]["device"].split(" (")[0], str(rows[0]["target"]).upper()
     every = {
         "ratio": ("time", time),
-        "items_per_second": (f"{rows[0]['unit']}/s", number("items_per_second", ".0f")),
+        "items_per_second": (f"{rows[0]['unit']}/s", throughput),
         "temp_bytes": (f"temp, {kind}", memory("temp_bytes")),
         "target_bytes": (f"temp, {target}", memory("target_bytes")),
         "peak_bytes": ("peak", memory("peak_bytes")),

@@ -87,7 +87,8 @@ def used_part(plan: StoragePlan, is_used: Sequence[bool]) -> UsedPart | None:
     read = set(variables_in(jaxpr.outvars))
     read.update(v for eqn in jaxpr.eqns for v in variables_in(eqn.invars))
     pairs = zip(forward.backward.residuals, forward.residuals, strict=True)
-    narrow = _narrowed(plan, [x for v, x in pairs if v in read])
+    sources = [x for v, x in pairs if not is_literal(v) and v in read]
+    narrow = _narrowed(plan, sources)
     if len(narrow.packed) == len(plan.packed):
         return None
     return UsedPart(narrow, jaxpr, (*forward.consts, *constants))

@@ -50,7 +50,13 @@ def with_scan(p, x):
     return x, states
 
 
-BLOCKS = [with_hidden, with_weights, with_jit, with_max, with_scan]
+def with_pad(p, x):
+    # The padding value is a residual that is a number in the program.
+    hidden = jnp.pad(jnp.tanh(x @ p["up"]), ((1, 0), (0, 0)))
+    return x + hidden[:-1] @ p["down"], jnp.sin(3 * hidden)
+
+
+BLOCKS = [with_hidden, with_weights, with_jit, with_max, with_scan, with_pad]
 POLICIES = [
     Policy(2),
     Policy(4, recompute=jax.checkpoint_policies.dots_saveable),
