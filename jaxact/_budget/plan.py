@@ -50,6 +50,8 @@ class Trial(Saved):
       policy: see `jaxact.using`.
       rows: as in `Plan`; none for the uncompressed step.
       stored_bytes: predicted, of all residuals; None for the uncompressed step.
+      live_bytes: the most that live at once: residuals, gradients, a call's workspace;
+        by tables, before what earlier compiled steps tell.
       predicted_bytes: that the budget limits; None where nothing was predicted.
       memory: compiled.
       time, noise: added, as in `Plan`.
@@ -58,6 +60,7 @@ class Trial(Saved):
     policy: Policy
     rows: tuple[PlannedRow, ...]
     stored_bytes: int | None
+    live_bytes: int | None
     predicted_bytes: int | None
     memory: Memory
     time: float

@@ -148,13 +148,13 @@ def _frontier(search: Search) -> tuple[FrontierPoint, ...]:
         for t in dict.fromkeys((*search.known, *search.trials))
     ]
     least = solve(search.problem, math.inf, is_smallest=True)
-    whole = search.problem.exact_bytes
-    if least is None or not 0 < least.stored_bytes < whole:
+    free = solve(search.problem, math.inf)
+    if least is None or free is None or not 0 < least.live_bytes < free.live_bytes:
         return tuple(points)
-    for room in np.geomspace(1.02 * least.stored_bytes, whole, _POINTS):
+    for room in np.geomspace(1.02 * least.live_bytes, free.live_bytes, _POINTS):
         found = solve(search.problem, float(room))
         if found is not None:
-            size = round(found.stored_bytes + search.rest(found.stored_bytes))
+            size = round(found.live_bytes + search.rest(found.live_bytes))
             points.append(FrontierPoint(size, found.time, found.noise, False))
     return tuple(points)
 
