@@ -3,6 +3,7 @@
 import dataclasses
 from typing import TYPE_CHECKING
 
+from jaxact._budget.frontier import Frontier
 from jaxact._budget.picture import plot_frontier
 from jaxact._budget.problem import Solution
 from jaxact._codec import Action
@@ -73,24 +74,6 @@ class Trial(Saved):
 
 
 @dataclasses.dataclass(frozen=True)
-class FrontierPoint(Saved):
-    """The least cost for some memory.
-
-    Attributes:
-      bytes: that the budget limits.
-      time, noise: added, as in `Plan`.
-      is_compiled: whether the bytes are those of a compiled step; else predicted.
-      name: 'uncompressed', 'plan', or '' for a prediction.
-    """
-
-    bytes: int
-    time: float
-    noise: float
-    is_compiled: bool
-    name: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
 class Plan(Tabular):
     """A policy for a memory budget: `print` it, or train with it.
 
@@ -110,7 +93,7 @@ class Plan(Tabular):
         that residuals have typically.
       rows: a row for each residual that something was chosen for.
       trail: the policies that were compiled, in order.
-      frontier: the least cost at other budgets.
+      frontier: the least cost at other budgets, and other ways beside it.
     """
 
     derived = ("bytes",)
@@ -124,7 +107,7 @@ class Plan(Tabular):
     is_noise_measured: bool
     rows: tuple[PlannedRow, ...]
     trail: tuple[Trial, ...]
-    frontier: tuple[FrontierPoint, ...] = ()
+    frontier: Frontier = Frontier()
 
     @property
     def bytes(self) -> int:

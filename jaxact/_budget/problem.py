@@ -110,6 +110,7 @@ class Problem:
       gradient_bytes: arrays of backward with the type of an argument, of calls or not.
       seconds: of the uncompressed step, by its operations and bytes.
       is_measured: whether the noise was measured; else it is assumed.
+      flops_per_second: that the step reaches.
     """
 
     calls: tuple[Call, ...]
@@ -118,6 +119,7 @@ class Problem:
     gradient_bytes: int
     seconds: float
     is_measured: bool
+    flops_per_second: float
 
     def without_recomputation(self) -> "Problem":
         """The same, with all residuals of a call stored."""

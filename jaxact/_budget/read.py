@@ -156,6 +156,7 @@ def read_problem(
         sum(gradients.values()) + sum(call.gradient_bytes for call in calls),
         reader.seconds,
         measured is not None,
+        reader.flops_per_second,
     )
 
 
@@ -183,6 +184,7 @@ class _Reader:
 
     Attributes:
       seconds: of the uncompressed step.
+      flops_per_second: that it reaches.
     """
 
     def __init__(
@@ -199,9 +201,9 @@ class _Reader:
         dtypes = collections.Counter(str(r.dtype) for _, r in free)
         peaks = gpu.peak_flops
         peak = peaks.get(dtypes.most_common(1)[0][0], gpu.alu_flops)
-        self._flops = _UTILIZATION * peak
+        self.flops_per_second = _UTILIZATION * peak
         moved = 4 * sum(r.exact_bytes for _, r in _pairs(traced))
-        self.seconds = flops_of(traced.program) / self._flops  # type: ignore[arg-type]
+        self.seconds = flops_of(traced.program) / self.flops_per_second  # type: ignore[arg-type]
         self.seconds += moved / gpu.bytes_per_second
 
     def stored(self, key: str) -> Variant:
@@ -253,7 +255,7 @@ class _Reader:
         variants = []
         for bits in _INSIDE_BITS:
             workspace, rules = float(self._workspace(key)), []
-            time, noise = flops / self._flops / self.seconds, 0.0
+            time, noise = flops / self.flops_per_second / self.seconds, 0.0
             for row, d in inside:
                 number = _copies(d.residual, row)
                 options = self._options(d, row)

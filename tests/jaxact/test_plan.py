@@ -32,9 +32,13 @@ def layer(p, x):
     return x + (h * scale) @ p["down"]
 
 
-def network(layers=12, batch=512, width=64):
+def compressed(layer):
+    return jaxact.compress(layer, activations="x")
+
+
+def network(layers=12, batch=512, width=64, compress=compressed):
     """A step of a scanned network, and its arguments, none of which exists."""
-    small = jaxact.compress(layer, activations="x")
+    small = compress(layer)
 
     def loss(p, x):
         x, _ = jax.lax.scan(lambda x, p: (small(p, x), None), x, p)
@@ -133,6 +137,23 @@ def test_is_shown_and_saved(plans):
     assert plan.bytes in compiled
     pytest.importorskip("matplotlib").use("agg")
     assert plan.plot().get_xlabel() == "temp, MiB"
+
+
+@thorough
+def test_the_usual_ways_stand_on_the_frontier(plans):
+    """Plain, and each layer in a checkpoint: as `jax.checkpoint` around it takes."""
+    known = plans[0.6]
+    options = {"actions": WIDTHS, "earlier": known, "baselines": True}
+    found = jaxact.plan(*network(), budget=known.budget, **options).frontier
+    points = {point.name: point for point in found if point.is_compiled}
+    assert points["uncompressed"].bytes == known.trail[0].memory.temp_bytes
+    again = jax.checkpoint(layer, prevent_cse=False)
+    expected = jaxact.memory(*network(compress=lambda _: again)).temp_bytes
+    assert 0.9 < points["checkpoint"].bytes / expected < 1.1
+    # The forward pass once more: of 3 times its operations that the step has, a third.
+    assert 0 < points["checkpoint"].time <= 1 / 3
+    assert points["dots_saveable"].time < 0.01
+    assert "dots_saveable" in str(found)
 
 
 def test_a_budget_that_is_too_small():
@@ -295,7 +316,7 @@ def random_problem(rng):
 
     calls = tuple(map(call, range(2)))
     gradients = sum(call.gradient_bytes for call in calls) + (3 << 20)
-    return Problem(calls, 11 << 20, 4000 << 20, gradients, 1.0, False)
+    return Problem(calls, 11 << 20, 4000 << 20, gradients, 1.0, False, 1e12)
 
 
 def every_choice(problem):
