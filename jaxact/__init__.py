@@ -13,6 +13,7 @@ from jaxact._bits import (
 )
 from jaxact._budget import (
     CompiledBatch as CompiledBatch,
+    Frontier as Frontier,
     FrontierPoint as FrontierPoint,
     LargestBatch as LargestBatch,
     LargestBatches as LargestBatches,

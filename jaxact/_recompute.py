@@ -24,7 +24,7 @@ class Checkpoint(Saved):
     decides.
 
     Calls are matched by `path` and `key`; a scan inside a compressed call is one too,
-    with the path of its operations.
+    with the path of its operations. A checkpoint that matches no call warns.
 
     Attributes:
       path: glob on the path of the call, or on parts of it, as `Rule.path`.
@@ -107,13 +107,19 @@ def checked(recompute: object) -> Recomputation:
     )
 
 
+def checkpoints_of(recompute: Recomputation) -> tuple[Checkpoint, ...]:
+    """The checkpoints; none where one policy is for all calls."""
+    if isinstance(recompute, Checkpoint):
+        return (recompute,)
+    return recompute if isinstance(recompute, tuple) else ()
+
+
 def recomputation_of(recompute: Recomputation, prefix: str) -> Recomputation:
     """For one call: a checkpoint policy, a `Checkpoint` that saves nothing, or None."""
-    if isinstance(recompute, Checkpoint):
-        recompute = (recompute,)
-    if not isinstance(recompute, tuple):
+    checkpoints = checkpoints_of(recompute)
+    if not checkpoints:
         return recompute
-    for one in recompute:
+    for one in checkpoints:
         if one.matches(prefix):
             return one if one.save is None else one.save
     return None

@@ -1,5 +1,9 @@
 """A memory budget in, a policy out; and the largest batch that fits."""
 
+from jaxact._budget.frontier import (
+    Frontier as Frontier,
+    FrontierPoint as FrontierPoint,
+)
 from jaxact._budget.max_batch import (
     CompiledBatch as CompiledBatch,
     LargestBatch as LargestBatch,
@@ -7,7 +11,6 @@ from jaxact._budget.max_batch import (
     max_batch as max_batch,
 )
 from jaxact._budget.plan import (
-    FrontierPoint as FrontierPoint,
     Plan as Plan,
     PlannedRow as PlannedRow,
     Trial as Trial,

@@ -39,6 +39,10 @@ def plot_frontier(plan: "Plan") -> "Axes":
         label="compiled",
     )
     axis.plot([mebibytes(plan.bytes)], [100 * plan.time], "o", label="this plan")
+    for point in compiled:
+        if point.name not in ("plan", ""):
+            place = mebibytes(point.bytes), 100 * point.time
+            axis.annotate(point.name, place, fontsize="x-small", rotation=30)
     axis.axvline(mebibytes(plan.budget), color="0.3", linestyle=":", label="budget")
     axis.set_xlabel(f"{plan.of}, MiB")
     axis.set_ylabel("added time, % (estimated)")

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import TYPE_CHECKING
 
+from jaxact._budget.frontier import Frontier
 from jaxact._budget.picture import plot_frontier
 from jaxact._budget.problem import Solution
 from jaxact._codec import Action
@@ -50,6 +51,8 @@ class Trial(Saved):
       policy: see `jaxact.using`.
       rows: as in `Plan`; none for the uncompressed step.
       stored_bytes: predicted, of all residuals; None for the uncompressed step.
+      live_bytes: the most that live at once: residuals, gradients, a call's workspace;
+        by tables, before what earlier compiled steps tell.
       predicted_bytes: that the budget limits; None where nothing was predicted.
       memory: compiled.
       time, noise: added, as in `Plan`.
@@ -58,6 +61,7 @@ class Trial(Saved):
     policy: Policy
     rows: tuple[PlannedRow, ...]
     stored_bytes: int | None
+    live_bytes: int | None
     predicted_bytes: int | None
     memory: Memory
     time: float
@@ -67,24 +71,6 @@ class Trial(Saved):
     def cost(self) -> float:
         """Time and noise as one number: both say how much longer training takes."""
         return self.time + self.noise
-
-
-@dataclasses.dataclass(frozen=True)
-class FrontierPoint(Saved):
-    """The least cost for some memory.
-
-    Attributes:
-      bytes: that the budget limits.
-      time, noise: added, as in `Plan`.
-      is_compiled: whether the bytes are those of a compiled step; else predicted.
-      name: 'uncompressed', 'plan', or '' for a prediction.
-    """
-
-    bytes: int
-    time: float
-    noise: float
-    is_compiled: bool
-    name: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +93,7 @@ class Plan(Tabular):
         that residuals have typically.
       rows: a row for each residual that something was chosen for.
       trail: the policies that were compiled, in order.
-      frontier: the least cost at other budgets.
+      frontier: the least cost at other budgets, and other ways beside it.
     """
 
     derived = ("bytes",)
@@ -121,7 +107,7 @@ class Plan(Tabular):
     is_noise_measured: bool
     rows: tuple[PlannedRow, ...]
     trail: tuple[Trial, ...]
-    frontier: tuple[FrontierPoint, ...] = ()
+    frontier: Frontier = Frontier()
 
     @property
     def bytes(self) -> int:

@@ -10,10 +10,17 @@ import numpy as np
 
 from jaxact._bits.cost import Sensitivity
 from jaxact._budget import candidates
-from jaxact._budget.plan import FrontierPoint, Plan, Trial, budgeted
+from jaxact._budget.frontier import (
+    OFFLOADED,
+    UNCOMPRESSED,
+    USUAL,
+    Frontier,
+    FrontierPoint,
+)
+from jaxact._budget.plan import Plan, Trial, budgeted
 from jaxact._budget.problem import Problem
 from jaxact._budget.read import Step, read_problem
-from jaxact._budget.search import MOST_COMPILES, UNCOMPRESSED, Search
+from jaxact._budget.search import MOST_COMPILES, Search
 from jaxact._budget.size import parsed
 from jaxact._budget.solve import solve
 from jaxact._codec import Action
@@ -21,6 +28,7 @@ from jaxact._memory import memory
 from jaxact._memory.targets import gpu_of
 from jaxact._policy import Policy
 from jaxact._tabular import bytes_text
+from jaxact._time.flops import flops_of
 
 # The rates by which times are estimated where the step is for the local backend.
 _NOMINAL = "h100"
@@ -40,6 +48,7 @@ def plan(
     noise: float = math.inf,
     measured: Sensitivity | None = None,
     earlier: Plan | None = None,
+    baselines: bool = False,
     **kwargs: Any,
 ) -> Plan:
     """Find the policy that costs least among those that fit a memory budget.
@@ -71,6 +80,9 @@ def plan(
       measured: of the same loss; without it, noise is assumed.
       earlier: a plan for the same step and target, whose compiled steps count here too.
         With it a larger budget never costs more.
+      baselines: compile the step in the usual ways too, for `Plan.frontier`: as it is,
+        each call in a checkpoint, all but matrix products computed again, these on the
+        host. Three or four more compiled steps.
       **kwargs: keyword arguments of the step.
 
     Returns:
@@ -94,13 +106,14 @@ def plan(
       ...     gradient = jax.grad(loss)(ws, x)
     """
     size = parsed(budget, "jaxact.plan")
+    has_kernels = target is not None or jax.default_backend() == "gpu"
     if actions is None:
-        has_kernels = target is not None or jax.default_backend() == "gpu"
         actions = candidates.EVERY if has_kernels else candidates.WITHOUT_KERNELS
     _check(of, slowdown, noise, policy, actions)
     gpu = gpu_of(_NOMINAL if target is None else target)
     base = Policy() if policy is None else policy
-    problem = read_problem(Step(step, args, kwargs), base, actions, gpu, measured)
+    read = Step(step, args, kwargs)
+    problem = read_problem(read, base, actions, gpu, measured)
     compiled = functools.partial(memory, step, *args, target=target, **kwargs)
     known = () if earlier is None else earlier.trail
     search = Search(problem, base, compiled, of, slowdown, noise, known)
@@ -115,10 +128,16 @@ def plan(
     best = search.best(limit)
     if best is None:
         raise ValueError(_infeasible(search, limit, budget))
-    return _plan_of(search, best, limit)
+    usual: list[FrontierPoint] = []
+    if baselines:
+        search.uncompressed()
+        usual = _usual(search, read, has_host=has_kernels)
+    return _plan_of(search, best, limit, usual)
 
 
-def _plan_of(search: Search, best: Trial, limit: int) -> Plan:
+def _plan_of(
+    search: Search, best: Trial, limit: int, usual: list[FrontierPoint]
+) -> Plan:
     taken = budgeted(best.memory, search.of)
     return Plan(
         policy=best.policy,
@@ -131,7 +150,7 @@ def _plan_of(search: Search, best: Trial, limit: int) -> Plan:
         is_noise_measured=search.problem.is_measured,
         rows=best.rows,
         trail=tuple(dict.fromkeys((*search.known, *search.trials))),
-        frontier=_frontier(search),
+        frontier=Frontier((*_frontier(search), *usual), search.of),
     )
 
 
@@ -148,15 +167,28 @@ def _frontier(search: Search) -> tuple[FrontierPoint, ...]:
         for t in dict.fromkeys((*search.known, *search.trials))
     ]
     least = solve(search.problem, math.inf, is_smallest=True)
-    whole = search.problem.exact_bytes
-    if least is None or not 0 < least.stored_bytes < whole:
+    free = solve(search.problem, math.inf)
+    if least is None or free is None or not 0 < least.live_bytes < free.live_bytes:
         return tuple(points)
-    for room in np.geomspace(1.02 * least.stored_bytes, whole, _POINTS):
+    for room in np.geomspace(1.02 * least.live_bytes, free.live_bytes, _POINTS):
         found = solve(search.problem, float(room))
         if found is not None:
-            size = round(found.stored_bytes + search.rest(found.stored_bytes))
+            size = round(found.live_bytes + search.rest(found.live_bytes))
             points.append(FrontierPoint(size, found.time, found.noise, False))
     return tuple(points)
+
+
+def _usual(search: Search, read: Step, *, has_host: bool) -> list[FrontierPoint]:
+    """The step in the usual ways, compiled."""
+    flops = lambda policy: flops_of(read.traced(policy).program)
+    first = flops(UNCOMPRESSED)
+    rate = search.problem.flops_per_second * search.problem.seconds
+    points = []
+    for name, policy in (USUAL | (OFFLOADED if has_host else {})).items():
+        size = budgeted(search.memory_of(policy), search.of)
+        time = (flops(policy) - first) / rate
+        points.append(FrontierPoint(size, time, 0.0, True, name))
+    return points
 
 
 def _check(

@@ -1,4 +1,11 @@
-"""The choice that a plan is, as numbers: bytes, seconds and noise of each action."""
+"""The choice that a plan is, as numbers: bytes, seconds and noise of each action.
+
+A step takes most memory in the backward pass of some call. There are then the residuals
+of this call and of those before it; the gradients of it and of those after it; and the
+call's workspace: arrays that its passes read and write whole, and its residuals
+if it is computed again. Early calls of a ResNet have few residuals before them and a
+large workspace, late ones the opposite; so there is one bound for each call.
+"""
 
 import dataclasses
 
@@ -14,12 +21,15 @@ class Option:
       bytes: stored, of all copies.
       time: that packing adds, as a part of the step's.
       noise: variance that it adds to the gradient, over the squared gradient.
+      workspace: bytes of the one array that decoding writes whole; 0 where it is fused
+        with the operations that read it.
     """
 
     action: Action
     bytes: int
     time: float
     noise: float
+    workspace: int = 0
 
     @property
     def cost(self) -> float:
@@ -51,7 +61,8 @@ class Variant:
       name: 'stored', 'elementwise' or 'checkpoint'.
       rows: the residuals that are then stored.
       fixed_bytes: of residuals that nothing is chosen for: statistics, masks.
-      transient_bytes: that exist while one call is computed again.
+      workspace: bytes that exist only while the call is differentiated, besides those
+        of options.
       time, noise: added besides those of the rows.
       rules: for residuals that are not stored from forward to backward.
     """
@@ -59,7 +70,7 @@ class Variant:
     name: str
     rows: tuple[Row, ...]
     fixed_bytes: int
-    transient_bytes: int = 0
+    workspace: int = 0
     time: float = 0.0
     noise: float = 0.0
     rules: tuple[Rule, ...] = ()
@@ -77,10 +88,15 @@ class Variant:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A compressed call, by its key, and the ways to keep its residuals."""
+    """A compressed call, by its key, and the ways to keep its residuals.
+
+    Attributes:
+      gradient_bytes: gradients of its parameters.
+    """
 
     key: str
     variants: tuple[Variant, ...]
+    gradient_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,11 +104,13 @@ class Problem:
     """The whole step.
 
     Attributes:
+      calls: in the order of the forward pass.
       outside_bytes: residuals of no compressed call.
       exact_bytes: residuals before they are stored.
-      gradient_bytes: arrays of backward with the type of an argument.
+      gradient_bytes: arrays of backward with the type of an argument, of calls or not.
       seconds: of the uncompressed step, by its operations and bytes.
       is_measured: whether the noise was measured; else it is assumed.
+      flops_per_second: that the step reaches.
     """
 
     calls: tuple[Call, ...]
@@ -101,6 +119,7 @@ class Problem:
     gradient_bytes: int
     seconds: float
     is_measured: bool
+    flops_per_second: float
 
     def without_recomputation(self) -> "Problem":
         """The same, with all residuals of a call stored."""
@@ -119,18 +138,30 @@ class Choice:
     variant: Variant
     options: tuple[Option, ...]
 
+    @property
+    def stored_bytes(self) -> int:
+        """From the forward pass to the backward pass."""
+        return self.variant.fixed_bytes + sum(o.bytes for o in self.options)
+
+    @property
+    def workspace(self) -> int:
+        """Bytes while the call is differentiated."""
+        return self.variant.workspace + sum(o.workspace for o in self.options)
+
 
 @dataclasses.dataclass(frozen=True)
 class Solution:
     """The choices for a step.
 
     Attributes:
-      stored_bytes: of residuals, and those of one call that is computed again.
+      stored_bytes: of residuals.
+      live_bytes: the most that exist at once, as the tables have it.
       time, noise: added, as in `Option`.
     """
 
     choices: tuple[Choice, ...]
     stored_bytes: int
+    live_bytes: int
     time: float
     noise: float
 
@@ -140,10 +171,34 @@ class Solution:
         return self.time + self.noise
 
 
+def solution_of(problem: Problem, choices: tuple[Choice, ...]) -> Solution:
+    """The sums of the choices."""
+    parts = [o for choice in choices for o in choice.options]
+    kept = [choice.variant for choice in choices]
+    stored, gradients = problem.outside_bytes, problem.gradient_bytes
+    live = stored + gradients
+    for choice in choices:
+        stored += choice.stored_bytes
+        live = max(live, stored + choice.workspace + gradients)
+        gradients -= choice.call.gradient_bytes
+    return Solution(
+        choices,
+        stored,
+        live,
+        sum(o.time for o in parts) + sum(v.time for v in kept),
+        sum(o.noise for o in parts) + sum(v.noise for v in kept),
+    )
+
+
 def undominated(options: list[Option]) -> tuple[Option, ...]:
     """Without options that another beats: by bytes, then by the sum of the others."""
     kept: list[Option] = []
-    for option in sorted(options, key=lambda o: (o.bytes, o.cost)):
-        if not any(k.time <= option.time and k.noise <= option.noise for k in kept):
+    for option in sorted(options, key=lambda o: (o.bytes, o.workspace, o.cost)):
+        if not any(
+            k.time <= option.time
+            and k.noise <= option.noise
+            and k.workspace <= option.workspace
+            for k in kept
+        ):
             kept.append(option)
     return tuple(kept)

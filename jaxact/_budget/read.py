@@ -18,6 +18,7 @@ from jaxact._budget.problem import Call, Option, Problem, Row, Variant, undomina
 from jaxact._codec import Action, Bias, Exact, Recompute
 from jaxact._decision import Decision
 from jaxact._engine.warnings import CompressionWarning
+from jaxact._jaxpr.labels import module_path, visible
 from jaxact._jaxpr.primitives import ELEMENTWISE
 from jaxact._jaxpr.types import Jaxpr
 from jaxact._memory.compiling import trace
@@ -26,7 +27,7 @@ from jaxact._policy import Policy, Rule
 from jaxact._recompute import Checkpoint, call_key
 from jaxact._report.step import step_program, step_residuals
 from jaxact._report.table import ResidualRow
-from jaxact._residual import Residual
+from jaxact._residual import Residual, is_within
 from jaxact._time.flops import flops_of
 from jaxact._using import Override, overriding
 
@@ -40,7 +41,11 @@ _WEIGHT = 4.0
 # The part of peak operations a second that a training step reaches.
 _UTILIZATION = 0.5
 # Bits inside a call that is computed again: few rows exist at a time.
-_INSIDE_BITS = (4, 2)
+_INSIDE_BITS = (4, 2, 1)
+# A call's workspace over its largest residual: an operation of its backward pass reads
+# a decoded array and a gradient, and writes another. ResNet-50's third block takes 3.7,
+# ViT-B's blocks 2.5.
+_WORKSPACE = 4
 
 
 @dataclasses.dataclass
@@ -135,21 +140,23 @@ def read_problem(
         rules = (*base.rules, *elementwise)
         fused = step.traced(dataclasses.replace(base, rules=rules))
     calls = []
+    gradients = _gradient_bytes(stored)
     for key in stored.calls:
         variants = [reader.stored(key)]
         if fused is not None and elementwise:
             variants += reader.elementwise(key, fused, elementwise)
         variants += reader.checkpoints(key, again)
-        calls.append(Call(key, tuple(variants)))
+        calls.append(Call(key, tuple(variants), gradients.pop(key, 0)))
     exact = sum(row.exact_bytes for _, row in _pairs(stored))
     outside = sum(row.stored_bytes for row in stored.outside)
     return Problem(
         tuple(calls),
         outside,
         exact + outside,
-        _gradient_bytes(stored.program),
+        sum(gradients.values()) + sum(call.gradient_bytes for call in calls),
         reader.seconds,
         measured is not None,
+        reader.flops_per_second,
     )
 
 
@@ -177,6 +184,7 @@ class _Reader:
 
     Attributes:
       seconds: of the uncompressed step.
+      flops_per_second: that it reaches.
     """
 
     def __init__(
@@ -193,15 +201,24 @@ class _Reader:
         dtypes = collections.Counter(str(r.dtype) for _, r in free)
         peaks = gpu.peak_flops
         peak = peaks.get(dtypes.most_common(1)[0][0], gpu.alu_flops)
-        self._flops = _UTILIZATION * peak
+        self.flops_per_second = _UTILIZATION * peak
         moved = 4 * sum(r.exact_bytes for _, r in _pairs(traced))
-        self.seconds = flops_of(traced.program) / self._flops  # type: ignore[arg-type]
+        self.seconds = flops_of(traced.program) / self.flops_per_second  # type: ignore[arg-type]
         self.seconds += moved / gpu.bytes_per_second
 
     def stored(self, key: str) -> Variant:
         """All residuals stored."""
         rows, fixed = self._rows(key, self._traced)
-        return Variant("stored", rows, fixed)
+        return Variant("stored", rows, fixed, self._workspace(key))
+
+    def _workspace(self, key: str) -> int:
+        """Bytes of one call's arrays that exist while it is differentiated."""
+        decisions = self._traced.calls[key].decisions
+        sizes = [
+            row.exact_bytes // _copies(decisions[row.key].residual, row)
+            for row in self._traced.rows.get(key, [])
+        ]
+        return _WORKSPACE * max(sizes, default=0)
 
     def elementwise(
         self, key: str, fused: _Trace, rules: Sequence[Rule]
@@ -218,7 +235,8 @@ class _Reader:
         replayed = size([row for row in before if row.key in own])
         time = 2 * replayed / self._gpu.bytes_per_second / self.seconds
         mine = tuple(rule for rule in rules if rule.key in own)
-        return [Variant("elementwise", rows, fixed, time=time, rules=mine)]
+        workspace = self._workspace(key)
+        return [Variant("elementwise", rows, fixed, workspace, time, rules=mine)]
 
     def checkpoints(self, key: str, again: _Trace) -> list[Variant]:
         """The call computed again from its inputs."""
@@ -236,17 +254,17 @@ class _Reader:
         flops = self._traced.calls[key].flops * copies
         variants = []
         for bits in _INSIDE_BITS:
-            transient, rules = 0.0, []
-            time, noise = flops / self._flops / self.seconds, 0.0
+            workspace, rules = float(self._workspace(key)), []
+            time, noise = flops / self.flops_per_second / self.seconds, 0.0
             for row, d in inside:
                 number = _copies(d.residual, row)
                 options = self._options(d, row)
                 if not (d.rule is None and d.bias is not Bias.EXACT) or not options:
-                    transient += row.stored_bytes / number
+                    workspace += row.stored_bytes / number
                     continue
                 few = [o for o in options if o.action.bits and o.action.bits <= bits]
-                option = min(few or options, key=lambda o: o.noise)
-                transient += option.bytes / number
+                option = min(few or options, key=lambda o: (o.workspace, o.noise))
+                workspace += option.bytes / number + option.workspace
                 time, noise = time + option.time, noise + option.noise
                 rules.append(Rule(option.action, key=row.key))
             variants.append(
@@ -254,7 +272,7 @@ class _Reader:
                     "checkpoint",
                     rows,
                     fixed,
-                    round(transient),
+                    round(workspace),
                     time,
                     noise,
                     tuple(rules),
@@ -304,7 +322,8 @@ class _Reader:
                 continue
             time = candidates.seconds(action, residual, copies, self._gpu)
             size = candidates.stored_bytes(action, residual, copies)
-            options.append(Option(action, size, time / self.seconds, noise))
+            whole = candidates.workspace(action, residual)
+            options.append(Option(action, size, time / self.seconds, noise, whole))
         exact = Option(Exact(), row.exact_bytes, 0.0, 0.0)
         return undominated([*options, exact])
 
@@ -315,16 +334,24 @@ def _copies(residual: Residual, row: ResidualRow) -> int:
     return max(1, row.exact_bytes // one)
 
 
-def _gradient_bytes(program: Jaxpr) -> int:
-    """Arrays that a backward pass makes with the type of an argument, each once."""
+def _gradient_bytes(traced: _Trace) -> dict[str, int]:
+    """Arrays that backward makes with the type of an argument, each once, by call.
+
+    The key '' is for those of no call, and for calls that share a path.
+    """
     kind = lambda v: (tuple(v.aval.shape), v.aval.dtype)
-    left = collections.Counter(kind(v) for v in program.invars)
-    total = 0
-    for eqn in program.eqns:
-        if "transpose(" not in str(eqn.source_info.name_stack):
+    left = collections.Counter(kind(v) for v in traced.program.invars)
+    shared = {key.partition("@")[0] for key in traced.calls if "@" in key}
+    paths = sorted(traced.calls.keys() - shared - {""}, key=len, reverse=True)
+    found: dict[str, int] = collections.defaultdict(int)
+    for eqn in traced.program.eqns:
+        stack = str(eqn.source_info.name_stack)
+        if "transpose(" not in stack:
             continue
+        path = visible(module_path(stack))
+        owner = next((key for key in paths if is_within(path, key)), "")
         for v in eqn.outvars:
             if hasattr(v.aval, "dtype") and left[kind(v)] > 0:
                 left[kind(v)] -= 1
-                total += v.aval.size * v.aval.dtype.itemsize
-    return total
+                found[owner] += v.aval.size * v.aval.dtype.itemsize
+    return found

@@ -1,4 +1,4 @@
-"""An integer program: least time and noise with the stored bytes below a bound.
+"""An integer program: least time and noise with the live bytes below a bound.
 
 One variable for each option of a row, one for each variant of a call. Rematerialization
 as an integer program: Checkmate (Jain et al. 2020, arXiv:1910.02653); here with several
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxact._budget.problem import Choice, Problem, Solution
+from jaxact._budget.problem import Choice, Problem, Solution, solution_of
 
 # Seconds, and the gap to the best cost that is good enough: far below what the model
 # of time and noise is worth.
@@ -66,7 +66,7 @@ def solve(
     noise: float = math.inf,
     is_smallest: bool = False,
 ) -> Solution | None:
-    """The cheapest choices that store at most `room` bytes; None: there are none.
+    """The cheapest choices with at most `room` live bytes; None: there are none.
 
     The cost is the added time, as a part of the step's, plus the added variance, as a
     part of the squared gradient: where noise decides about progress, a variance of 1 %
@@ -74,11 +74,12 @@ def solve(
 
     Args:
       slowdown, noise: bounds on the two.
-      is_smallest: the fewest bytes instead, whatever they cost within the bounds.
+      is_smallest: the fewest live bytes instead, then the fewest stored ones, whatever
+        they cost within the bounds.
     """
     size, variants, options = _numbered(problem)
-    transient = size - 1  # the most that a call computed again keeps
-    time, added, stored = (np.zeros(size) for _ in range(3))
+    peak = size - 1  # the most bytes that live at once
+    time, added, stored, workspace = (np.zeros(size) for _ in range(4))
     program = _Program()
     for call in range(len(problem.calls)):
         program.add({v: 1.0 for (c, _), v in variants.items() if c == call}, 1, 1)
@@ -86,26 +87,47 @@ def solve(
         variant = problem.calls[c].variants[n]
         time[v], added[v] = variant.time, variant.noise
         stored[v] = variant.fixed_bytes / _MEBIBYTE
-        if variant.transient_bytes:
-            held = variant.transient_bytes / _MEBIBYTE
-            program.add({transient: 1.0, v: -held}, 0, np.inf)
+        workspace[v] = variant.workspace / _MEBIBYTE
         for r, row in enumerate(variant.rows):
             mine = options[c, n, r]
             program.add({x: 1.0 for x in mine} | {v: -1.0}, 0, 0)
             for x, option in zip(mine, row.options, strict=True):
                 time[x], added[x] = option.time, option.noise
                 stored[x] = option.bytes / _MEBIBYTE
-    stored[transient] = 1.0
-    bounds = [(stored, (room - problem.outside_bytes) / _MEBIBYTE)]
-    bounds += [(time, slowdown), (added, noise)]
-    for coefficients, most in bounds:
+                workspace[x] = option.workspace / _MEBIBYTE
+    _bound_each_call(program, problem, variants, stored, workspace)
+    for coefficients, most in ((time, slowdown), (added, noise)):
         if math.isfinite(most):
             program.add(dict(enumerate(coefficients)), -np.inf, most)
-    objective = stored + 1e-3 * (time + added) if is_smallest else time + added
-    found = program.minimize(objective + 1e-9 * stored, np.inf)
+    objective = time + added + 1e-9 * stored
+    if is_smallest:  # also where another call has the peak, if only by the tables
+        objective = 1e-6 * objective + 1e-4 * stored
+        objective[peak] = 1.0
+    found = program.minimize(objective, room / _MEBIBYTE)
     if found is None:
         return None
     return _read(problem, found, variants, options)
+
+
+def _bound_each_call(
+    program: _Program,
+    problem: Problem,
+    variants: dict[tuple[int, int], int],
+    stored: np.ndarray,
+    workspace: np.ndarray,
+) -> None:
+    """The last variable is at least the live bytes in each call's backward pass."""
+    peak = len(stored) - 1
+    ends = [variants[c, 0] for c in range(1, len(problem.calls))] + [peak]
+    start, gradients = 0, problem.gradient_bytes
+    always = problem.outside_bytes
+    program.add({peak: 1.0}, (always + gradients) / _MEBIBYTE, np.inf)
+    for call, end in zip(problem.calls, ends, strict=True):
+        terms = {x: -float(stored[x]) for x in range(end)}
+        for x in range(start, end):
+            terms[x] -= float(workspace[x])
+        program.add(terms | {peak: 1.0}, (always + gradients) / _MEBIBYTE, np.inf)
+        start, gradients = end, gradients - call.gradient_bytes
 
 
 def _numbered(
@@ -142,14 +164,4 @@ def _read(
             best = max(range(len(mine)), key=lambda k: x[mine[k]])
             chosen.append(row.options[best])
         choices.append(Choice(call, variant, tuple(chosen)))
-    parts = [o for choice in choices for o in choice.options]
-    kept = [choice.variant for choice in choices]
-    return Solution(
-        tuple(choices),
-        problem.outside_bytes
-        + sum(o.bytes for o in parts)
-        + sum(v.fixed_bytes for v in kept)
-        + max((v.transient_bytes for v in kept), default=0),
-        sum(o.time for o in parts) + sum(v.time for v in kept),
-        sum(o.noise for o in parts) + sum(v.noise for v in kept),
-    )
+    return solution_of(problem, tuple(choices))

@@ -37,7 +37,7 @@ from jaxact._engine.planning import CallKey, plan_call
 from jaxact._engine.scan import CompressBody, contains_scan
 from jaxact._engine.seeds import salted, seed_at
 from jaxact._engine.storage import Draw, Packed, Storage
-from jaxact._engine.warnings import notice, planning, warn_about_rules
+from jaxact._engine.warnings import notice, notice_call, planning, warn_about_rules
 from jaxact._jaxpr.compat import VJP_OPTIONS, reduced_like
 from jaxact._jaxpr.labels import Label, current_path
 from jaxact._jaxpr.types import Array, Jaxpr, PyTree
@@ -186,6 +186,7 @@ class Engine:
         self, flat: Flat, draw: Draw, values: Sequence[Array]
     ) -> list[jax.Array]:
         """Evaluate `flat(*values)`, keeping compressed residuals for its derivative."""
+        notice_call(self.policy, join_paths(self.prefix, self.path))
         if isinstance(self.own_policy.recompute, Checkpoint):
             engine = replace(self, is_checkpointed=True)
             run = functools.partial(engine, flat)

@@ -13,7 +13,9 @@ import jax.numpy as jnp
 from jaxact._codec import Exact
 from jaxact._decision import Decision, Reason
 from jaxact._engine.lines import Line, user_line
+from jaxact._jaxpr.labels import visible
 from jaxact._policy import RECOMPUTED_FROM_BITS, Policy, Rule
+from jaxact._recompute import Checkpoint, call_key, checkpoints_of
 from jaxact._residual import Residual
 
 # How many names a warning offers.
@@ -35,6 +37,7 @@ class _Watch:
     Attributes:
       line: the first call.
       calls: names of the compressed functions.
+      prefixes: paths of calls, with labels; none where a `Checkpoint` is no choice.
       used: indices of rules that matched.
       residuals: that there are to match.
       is_over: the program's backward pass has begun.
@@ -42,6 +45,7 @@ class _Watch:
 
     line: Line
     calls: set[str] = dataclasses.field(default_factory=set)
+    prefixes: set[str] = dataclasses.field(default_factory=set)
     used: set[int | None] = dataclasses.field(default_factory=set)
     residuals: list[Residual] = dataclasses.field(default_factory=list)
     is_over: bool = False
@@ -77,11 +81,8 @@ def notice(policy: Policy, name: str, decisions: Sequence[Decision]) -> None:
       name: the compressed function's.
     """
     line = user_line()
-    if policy.rules:
-        watch = _watches.get(id(policy))
-        if watch is None:
-            watch = _watches[id(policy)] = _Watch(line)
-            weakref.finalize(policy, _watches.pop, id(policy), None)
+    if policy.rules or checkpoints_of(policy.recompute):
+        watch = _watch_of(policy)
         if not watch.is_over:
             watch.calls.add(name)
             watch.used.update(d.rule for d in decisions)
@@ -112,13 +113,29 @@ def notice(policy: Policy, name: str, decisions: Sequence[Decision]) -> None:
         )
 
 
+def notice_call(policy: Policy, prefix: str) -> None:
+    """Note the path of a call, labels included, for the policy's checkpoints."""
+    if checkpoints_of(policy.recompute):
+        watch = _watch_of(policy)
+        if not watch.is_over:
+            watch.prefixes.add(prefix)
+
+
+def _watch_of(policy: Policy) -> _Watch:
+    watch = _watches.get(id(policy))
+    if watch is None:
+        watch = _watches[id(policy)] = _Watch(user_line())
+        weakref.finalize(policy, _watches.pop, id(policy), None)
+    return watch
+
+
 def warn_about_rules(policy: Policy) -> None:
-    """Warn, once for a policy, about rules that matched nothing.
+    """Warn, once for a policy, about rules and checkpoints that matched nothing.
 
     Called when a backward pass begins: the forward pass then met every call.
     """
     watch = _watches.get(id(policy))
-    if watch is None or watch.is_over or _planning.depth:
+    if watch is None or watch.is_over or not watch.calls or _planning.depth:
         return
     watch.is_over = True
     calls = ", ".join(sorted(watch.calls))
@@ -130,7 +147,15 @@ def warn_about_rules(policy: Policy) -> None:
                 f"{_suggestion(rule, watch.residuals)} See jaxact.residuals for the "
                 "residuals that there are.",
             )
+    for checkpoint in checkpoints_of(policy.recompute):
+        if not any(checkpoint.matches(prefix) for prefix in watch.prefixes):
+            _warn(
+                watch.line,
+                f"jaxact: {checkpoint} matched no call of {calls}."
+                f"{_nearest_call(checkpoint, watch.prefixes)}",
+            )
     watch.residuals.clear()
+    watch.prefixes.clear()
 
 
 def _suggestion(rule: Rule, residuals: Iterable[Residual]) -> str:
@@ -142,15 +167,29 @@ def _suggestion(rule: Rule, residuals: Iterable[Residual]) -> str:
         "primitive": {r.primitive for r in residuals},
     }
     for condition, names in known.items():
-        given = getattr(rule, condition)
-        if given is None or given in names:
-            continue
-        wanted = given.strip("*/")
-        near = difflib.get_close_matches(wanted, names - {""}, _OFFERED, 0.5)
-        if near:
-            offers = " or ".join(f"{condition}={name!r}" for name in near)
-            return f" Did you mean {offers}?"
+        offer = _offer(condition, getattr(rule, condition), names)
+        if offer:
+            return offer
     return ""
+
+
+def _nearest_call(checkpoint: Checkpoint, prefixes: Iterable[str]) -> str:
+    """As `_suggestion`, for a checkpoint."""
+    modules = {part for prefix in prefixes for part in _modules(visible(prefix))}
+    keys = {call_key(prefix) for prefix in prefixes}
+    return _offer("path", checkpoint.path, modules) or _offer(
+        "key", checkpoint.key, keys
+    )
+
+
+def _offer(condition: str, wanted: str | None, names: set[str]) -> str:
+    """The names nearest to one that is not among them; '' without any."""
+    if wanted is None or wanted in names:
+        return ""
+    name = wanted.strip("*/")
+    near = difflib.get_close_matches(name, names - {""}, _OFFERED, 0.5)
+    offers = " or ".join(f"{condition}={name!r}" for name in near)
+    return f" Did you mean {offers}?" if near else ""
 
 
 def _modules(path: str) -> list[str]:

@@ -225,3 +225,19 @@ def test_is_saved():
 def test_mistakes(make):
     with pytest.raises(TypeError, match="required, such as"):
         make()
+
+
+def test_a_checkpoint_that_matches_no_call_is_told():
+    policy = Policy(bits=2, recompute=(Checkpoint("layer1"), Checkpoint("Layer3")))
+    with pytest.warns(jaxact.CompressionWarning) as told:
+        jax.grad(network(compressed(policy)))(W, X)
+    (message,) = [str(w.message) for w in told if "matched no call" in str(w.message)]
+    assert "Checkpoint(path='Layer3'" in message
+    assert "Did you mean path='layer2'" in message
+
+
+def test_checkpoints_that_match_are_not_told(recwarn):
+    several = (Checkpoint(key="layer0"), Checkpoint("layer1"), Checkpoint("layer2"))
+    jax.grad(network(compressed(Policy(recompute=several))))(W, X)
+    jax.grad(scanned(compressed(Policy(recompute=Checkpoint()))))(W, X)
+    assert not [w for w in recwarn if "matched no" in str(w.message)]
