@@ -92,7 +92,7 @@ def recorded(
     kinds = {
         row.key: f"{network}: {kind_of(row)}"
         for row in rows
-        if isinstance(row.action, jaxact.Quantize)
+        if not row.action.is_lossless
     }
     rules = [jaxact.Rule(Recorder(kinds[key], show), key=key) for key in kinds]
     run(jaxact.Policy(rules=tuple(rules)))

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from jaxact._bits.cost import NORMAL_GROUP, Cost
+from jaxact._bits.widths import FORMATS, action_of
 from jaxact._codec import (
     Action,
     Adaptive,
@@ -30,14 +31,12 @@ from jaxact._jaxpr.labels import DERIVATIVE
 from jaxact._memory.targets import Gpu
 from jaxact._residual import Residual
 
-# The formats whose words are those of `Quantize`, in groups of 256; the others keep a
-# seed beside them.
-FORMATS = (Quantize, Dithered, Rotated, Adaptive)
 # Those that read and write whole arrays; XLA fuses `Quantize` with the operations near.
 # The backward pass of ResNet-50's first block needs 280 MiB more with `Dithered`, a
 # network of its first blocks 290 MiB more with `Rotated`, than with `Quantize`: as much
 # as a block's residuals.
 _WHOLE = (Dithered, Rotated, Adaptive)
+# All but `Quantize` keep a seed beside words as it has, in groups of 256.
 _SEED_BYTES = 4
 _Errors: TypeAlias = Mapping[type[Action], tuple[float, ...]]
 _OF_VALUES: _Errors = {
@@ -89,10 +88,11 @@ def relative_error(action: Action, residual: Residual) -> float:
 def measured_error(action: Action, residual: Residual, cost: Cost) -> float:
     """The variance that it adds to the squared gradient, from a measurement.
 
-    That was of `Quantize` at the cost's bits; other formats err in proportion.
+    Formats other than the measured one err in proportion.
     """
     bits = min(8, cost.bits or 4)
-    ratio = relative_error(action, residual) / relative_error(Quantize(bits), residual)
+    before = relative_error(action_of(bits, cost.action), residual)
+    ratio = relative_error(action, residual) / before
     return ratio * cost.error(bits) / cost.signal
 
 

@@ -63,8 +63,7 @@ class Dithered(Codec[Stored | Wide[Stored]]):
 
     @property
     def label(self) -> str:
-        bits = "1 bit" if self.bits == 1 else f"{self.bits} bits"
-        return f"{bits}, dithered"
+        return "1 bit" if self.bits == 1 else f"{self.bits} bits"
 
     def encode(self, x: jax.Array, seed: jax.Array) -> Stored | Wide[Stored]:
         return self._encode(x, seed, is_fused=False)

@@ -8,7 +8,7 @@ needs.
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -39,9 +39,6 @@ class Operation(abc.ABC):
             definition.
     """
 
-    # Whether XLA:CPU is slower if it fuses the definition with operations around it.
-    is_apart_on_cpu: ClassVar[bool] = False
-
     shape: tuple[int, ...]
     dtype: np.dtype
     is_fused: bool = dataclasses.field(default=False, kw_only=True)
@@ -54,6 +51,11 @@ class Operation(abc.ABC):
     @abc.abstractmethod
     def check(self) -> None:
         """Raise `ValueError` where the format does not hold such an array."""
+
+    @property
+    def is_apart_on_cpu(self) -> bool:
+        """Whether XLA:CPU is slower where it fuses the definition with others."""
+        return False
 
     @property
     def scope(self) -> str:

@@ -118,3 +118,15 @@ def test_avalanche():
     ones = [(changed >> np.uint32(bit) & 1).sum(0) for bit in range(32)]
     z = (np.array(ones) - n / 2) / np.sqrt(n / 4)
     assert abs(z).max() < 7.5
+
+
+@pytest.mark.parametrize("sizes", [(2, 16), (8, 32), (8, 2, 12), (32, 1)], ids=str)
+def test_every_platform_has_the_same_bits_along_several_axes(sizes):
+    """A CPU's form and a GPU's, which draws the same hashes, against the plain one."""
+    group = int(np.prod(sizes))
+    keys = noise.group_keys(np.uint32(3), jnp.full((5,), METADATA))
+    wanted = noise.sixteen_bits(keys, group).reshape(5, *sizes)
+    np.testing.assert_array_equal(noise.slots_of_bits(keys, sizes), wanted)
+    low, high = wanted[:, : sizes[0] // 2], wanted[:, sizes[0] // 2 :]
+    for halves in (noise.halves_in_turn, noise.halves_at_once):
+        np.testing.assert_array_equal(halves(low | high << 16, axis=1), wanted)

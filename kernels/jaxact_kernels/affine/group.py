@@ -95,20 +95,27 @@ def decoding_line(metadata: jax.Array) -> Line:
 
 
 def dithered(code: jax.Array, noise16: jax.Array | np.uint32, bits: int) -> jax.Array:
-    """Codes less the noise that rounded them, in float32: code - noise + 1/2.
+    """Codes less the noise that rounded them, in float32: code - noise + 1/2."""
+    return lax.add(small_float(code), less_noise(noise16, bits))
+
+
+def less_noise(noise16: jax.Array | np.uint32, bits: int) -> jax.Array:
+    """1/2 - noise, for codes with so many bits: a sum with one is exact.
 
     From the noise's highest 15 - bits bits and the middle between those and the next,
-    so that its mean stays exact, and the result has 16 bits: its product with a scale
-    is exact, and so is the one with `2**-16`.
+    so that its mean stays exact, and a sum with a code has 16 bits: its product with a
+    scale is exact, and so is the one with `2**-16`. Most is computed in floats, of
+    which a GPU adds and multiplies twice as many as it shifts and compares integers.
     """
     fraction = 15 - bits
     upper = lax.shift_right_logical(noise16, np.uint32(16 - fraction))
-    difference = lax.sub(lax.shift_left(code, np.uint32(fraction)), upper)
-    doubled = lax.shift_left(difference, ONE)  # wraps: the sum may be negative
-    doubled = lax.add(doubled, np.uint32(2**fraction - 1))
-    doubled = lax.bitcast_convert_type(doubled, np.int32)
-    doubled = lax.convert_element_type(doubled, np.float32)
-    return lax.mul(doubled, np.float32(2.0 ** -(fraction + 1)))
+    noise = lax.mul(small_float(upper), np.float32(-(2.0**-fraction)))
+    return lax.add(noise, np.float32(0.5 - 2.0 ** -(fraction + 1)))
+
+
+def small_float(number: jax.Array) -> jax.Array:
+    """An integer below 2**23 as float32, with no conversion instruction."""
+    return lax.sub(float_of(lax.bitwise_or(number, MAGIC_BITS)), MAGIC)
 
 
 def is_constant(metadata: jax.Array) -> jax.Array:
@@ -119,7 +126,7 @@ def is_constant(metadata: jax.Array) -> jax.Array:
 def saturated(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """`x` within the finite range of `dtype`; NaN stays."""
     top = largest_number(dtype)
-    return put(-top, lax.lt(x, -top), put(top, lax.gt(x, top), x))
+    return lax.clamp(-top, x, top)
 
 
 def _slope(scale: jax.Array) -> jax.Array:

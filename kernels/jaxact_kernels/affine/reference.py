@@ -71,10 +71,10 @@ from jaxact_kernels import noise, words
 from jaxact_kernels.affine.group import (
     Line,
     decoding_line,
-    dithered,
     encoding_line,
     is_constant,
     largest,
+    less_noise,
     metadata,
     put,
     saturated,
@@ -205,10 +205,10 @@ def dequantize_dithered(
     """`dequantize`, less the noise that `quantize` drew; shaped like the codes."""
     each = lax.expand_dims(metadata, range(metadata.ndim, code.ndim))
     zero, step, unit = decoding_line(each)
+    has_noise = lax.bitwise_not(is_constant(each))
+    weight = lax.convert_element_type(has_noise, np.float32)
     plain = lax.convert_element_type(_signed(code), np.float32)
-    multiple = dithered(code, draw, bits)
-    constant = lax.broadcast_in_dim(is_constant(each), code.shape, range(code.ndim))
-    multiple = lax.select(constant, plain, multiple)
+    multiple = lax.add(plain, lax.mul(weight, less_noise(draw, bits)))
     x = lax.mul(lax.add(zero, lax.mul(step, multiple)), unit)
     x = lax.convert_element_type(saturated(x, dtype), dtype)
     group = math.prod(code.shape[metadata.ndim :])

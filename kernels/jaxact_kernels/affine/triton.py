@@ -16,9 +16,9 @@ from jax.typing import DTypeLike
 
 from jaxact_kernels import noise
 from jaxact_kernels.affine import group
+from jaxact_kernels.affine.group import small_float
 from jaxact_kernels.affine.reference import Stored
 from jaxact_kernels.affine.triton_codes import (
-    as_float,
     dithered_tiles,
     first_counter,
     fixed_point,
@@ -207,7 +207,7 @@ def _decode(
         draw = noise.Draw(scalars[0], numbering, scalars[1] if scalars[1:] else None)
         multiples = dithered_tiles(block, list(codes), draw, metadata)
     else:
-        multiples = map(as_float, codes)
+        multiples = map(small_float, codes)
     for k, multiple in enumerate(multiples):
         x = lax.mul(lax.add(zero, lax.mul(step, multiple)), unit)
         x = group.saturated(x, dtype) if scalars else x

@@ -12,7 +12,7 @@ from jax import lax
 
 from jaxact_kernels import noise
 from jaxact_kernels.affine import group
-from jaxact_kernels.affine.group import MAGIC, MAGIC_BITS
+from jaxact_kernels.affine.group import MAGIC, MAGIC_BITS, small_float
 from jaxact_kernels.affine.reference import NEAREST
 from jaxact_kernels.block import Block, TileNumber
 
@@ -104,13 +104,8 @@ def dithered_tiles(
         high = lax.shift_right_logical(bits, np.uint32(16))
         for tile, noise16 in ((k, low), (k + half, high)):
             value = group.dithered(codes[tile], noise16, block.tiles.bits)
-            dithered[tile] = lax.select(is_constant, as_float(codes[tile]), value)
+            dithered[tile] = lax.select(is_constant, small_float(codes[tile]), value)
     return dithered
-
-
-def as_float(code: Tile) -> Tile:
-    """A code as float32, with no conversion instruction."""
-    return lax.sub(group.float_of(lax.bitwise_or(code, MAGIC_BITS)), MAGIC)
 
 
 def round_tile(

@@ -19,9 +19,11 @@ from jaxact_kernels.operation import Axes
 class MaskOperation(index.IndexOperation):
     """The index format's layout and axes, with one bit."""
 
-    is_apart_on_cpu = True
-
     bits: int = 1
+
+    @property
+    def is_apart_on_cpu(self) -> bool:
+        return True
 
     def check(self) -> None:
         if self.dtype != np.bool_:

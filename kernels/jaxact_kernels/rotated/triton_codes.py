@@ -13,8 +13,8 @@ from jax import lax
 
 from jaxact_kernels import noise
 from jaxact_kernels.affine import group as affine
-from jaxact_kernels.affine.group import HALF, HIGH_HALF, float_of, pattern
-from jaxact_kernels.affine.triton_codes import as_float, first_counter, noise_for
+from jaxact_kernels.affine.group import HALF, HIGH_HALF, float_of, pattern, small_float
+from jaxact_kernels.affine.triton_codes import first_counter, noise_for
 from jaxact_kernels.block import Block
 from jaxact_kernels.rotated import choice, group, rotation
 from jaxact_kernels.rotated.centred import (
@@ -126,7 +126,7 @@ def plain_values(
     zero, step, unit = (block.spread(end) for end in affine.decoding_line(clean))
 
     def value(k: jax.Array, code: Tile) -> Tile:
-        multiple = as_float(code)
+        multiple = small_float(code)
         if is_adaptive:
             noise16 = noise_for(block, counter, k)
             other = affine.dithered(code, noise16, block.tiles.bits)
