@@ -76,7 +76,9 @@ def test_smaller_images_are_means_of_four_pixels(drawn):
     np.testing.assert_allclose(found[:, ::2, 1::2], blocks, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["Segmentation", "Detection", "SuperResolution", "rnn"])
+@pytest.mark.parametrize(
+    "name", ["Segmentation", "Detection", "SuperResolution", "rnn"]
+)
 def test_residuals_of_a_training_are_stored_in_few_bits(load, drawn, name):
     task_of = load("rnn_task").RecurrentTask if name == "rnn" else getattr(drawn, name)
     task = task_of(None, True)
