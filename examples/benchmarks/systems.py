@@ -3,6 +3,7 @@
   python examples/benchmarks/systems.py --data DATA --resume runs.jsonl --save
   python examples/benchmarks/systems.py --tasks gcn gat --seeds 1
   python examples/benchmarks/systems.py --data DATA --ablation
+  python examples/benchmarks/systems.py --tasks segmentation detection rnn
   python examples/benchmarks/systems.py --small
 
 The systems of the papers are jaxact's presets of them (`jaxact.policies`): their rules
@@ -23,9 +24,11 @@ from typing import Any
 
 import jax
 from ablation import ablation
+from drawn_tasks import DRAWN_TASKS
 from environment import environment
 from rich.console import Console
 from rich.table import Table
+from rnn_task import RecurrentTask
 from runs import Effort, run
 from tasks import TASKS, ImageTask, Task
 from variants import VARIANTS
@@ -33,6 +36,7 @@ from variants import VARIANTS
 RESULTS = Path(__file__).parent / "results"
 BASE = "uncompressed"
 SMALL = ["images", "gcn"]
+EVERY = TASKS | DRAWN_TASKS | {"rnn": RecurrentTask}
 COLUMNS = {
     "bits": "stored_bits",
     "stored": "stored_bytes",
@@ -49,7 +53,9 @@ Record = dict[str, Any]
 
 
 def effort_of(options: argparse.Namespace) -> Effort:
-    return Effort(draws=4, steps=2, target=None) if options.small else Effort()
+    if options.small:
+        return Effort(draws=4, steps=2, target=None)
+    return Effort(target=options.target or None)
 
 
 def records_of(
@@ -164,7 +170,7 @@ def save(records: Sequence[Record]) -> None:
 def parse() -> argparse.Namespace:
     names = [variant.name for variant in VARIANTS]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, help="instead of all")
+    parser.add_argument("--tasks", nargs="+", choices=EVERY, help="instead of four")
     parser.add_argument(
         "--variants",
         nargs="+",
@@ -178,6 +184,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--resume", type=Path, help="JSON lines to go on from")
     parser.add_argument("--save", action="store_true", help="results/systems.*")
     parser.add_argument("--ablation", action="store_true", help="ActNN's, instead")
+    parser.add_argument("--target", default="h100", help="'' compiles for none")
     parser.add_argument("--small", action="store_true", help="a toy, in seconds")
     options = parser.parse_args()
     if options.save and importlib.util.find_spec("matplotlib") is None:
@@ -187,7 +194,7 @@ def parse() -> argparse.Namespace:
 
 
 def compare(options: argparse.Namespace, console: Console) -> None:
-    tasks = [TASKS[name](options.data, options.small) for name in options.tasks]
+    tasks = [EVERY[name](options.data, options.small) for name in options.tasks]
     records = list(records_of(tasks, options, console))
     rows = summary(records)
     for task in tasks:
