@@ -20,7 +20,7 @@ from jaxact._budget.frontier import (
 from jaxact._budget.plan import Plan, Trial, budgeted
 from jaxact._budget.problem import Problem
 from jaxact._budget.read import Step, read_problem
-from jaxact._budget.search import MOST_COMPILES, Search
+from jaxact._budget.search import Search
 from jaxact._budget.size import parsed
 from jaxact._budget.solve import solve
 from jaxact._codec import Action
@@ -243,9 +243,9 @@ def _infeasible(search: Search, limit: int, budget: object) -> str:
         bounds = "; allow more slowdown or noise"
     return (
         f"jaxact.plan(budget={budget!r}), {bytes_text(limit)}: no policy was found for "
-        f"it in {MOST_COMPILES} compiled steps. The smallest takes {bytes_text(taken)} "
-        f"({parts}), on {smallest.memory.device}. {_advice(search.problem, split)}"
-        f"{bounds}."
+        f"it; compiled steps: {len(search.trials)}. The smallest takes "
+        f"{bytes_text(taken)} ({parts}), on {smallest.memory.device}. "
+        f"{_advice(search.problem, split)}{bounds}."
     )
 
 

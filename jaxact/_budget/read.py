@@ -40,8 +40,9 @@ ASSUMED_SHARE = 0.05
 _WEIGHT = 4.0
 # The part of peak operations a second that a training step reaches.
 _UTILIZATION = 0.5
-# Bits inside a call that is computed again: few rows exist at a time.
-_INSIDE_BITS = (4, 2, 1)
+# The most bits inside a call that is computed again, where few rows exist at a time;
+# None: all exact.
+_INSIDE_BITS = (None, 4, 2, 1)
 # A call's workspace over its largest residual: an operation of its backward pass reads
 # a decoded array and a gradient, and writes another. ResNet-50's third block takes 3.7,
 # ViT-B's blocks 2.5.
@@ -252,17 +253,19 @@ class _Reader:
         # A residual of a scan in the call has a copy for each step of that, too.
         copies = min(_copies(d.residual, row) for row, d in inside)
         flops = self._traced.calls[key].flops * copies
+        moved = sum(row.exact_bytes for row, _ in inside)
+        repeated = flops / self.flops_per_second + moved / self._gpu.bytes_per_second
         variants = []
         for bits in _INSIDE_BITS:
             workspace, rules = float(self._workspace(key)), []
-            time, noise = flops / self.flops_per_second / self.seconds, 0.0
+            time, noise = repeated / self.seconds, 0.0
             for row, d in inside:
                 number = _copies(d.residual, row)
                 options = self._options(d, row)
                 if not (d.rule is None and d.bias is not Bias.EXACT) or not options:
                     workspace += row.stored_bytes / number
                     continue
-                few = [o for o in options if o.action.bits and o.action.bits <= bits]
+                few = [o for o in options if _is_within(o.action, bits)]
                 option = min(few or options, key=lambda o: (o.workspace, o.noise))
                 workspace += option.bytes / number + option.workspace
                 time, noise = time + option.time, noise + option.noise
@@ -326,6 +329,13 @@ class _Reader:
             options.append(Option(action, size, time / self.seconds, noise, whole))
         exact = Option(Exact(), row.exact_bytes, 0.0, 0.0)
         return undominated([*options, exact])
+
+
+def _is_within(action: Action, bits: int | None) -> bool:
+    """Whether an action is for so many bits; None: for exact arrays."""
+    if bits is None:
+        return isinstance(action, Exact)
+    return bool(action.bits and action.bits <= bits)
 
 
 def _copies(residual: Residual, row: ResidualRow) -> int:

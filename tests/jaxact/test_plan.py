@@ -390,3 +390,31 @@ def test_a_loop_inside_a_call_is_computed_again_once():
     variants = [v for call in problem.calls for v in call.variants]
     times = [v.time for v in variants if v.is_checkpoint]
     assert times and max(times) < 0.6
+
+
+def test_memory_over_the_calls_of_a_step():
+    """An early call has all gradients and few residuals, a late one the opposite."""
+    small = compressed(lambda w, x: jnp.tanh(x @ w))
+
+    def loss(ws, x):
+        for number, w in enumerate(ws):
+            with jax.named_scope(f"layer{number}"):
+                x = small(w, x)
+        return x.sum()
+
+    of = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    sizes = (256, 128, 64, 32)
+    ws = [of(pair) for pair in itertools.pairwise(sizes)]
+    step = Step(jax.grad(loss), (ws, of((512, 256))), {})
+    problem = read_problem(step, Policy(), WIDTHS, gpu_of("h100"), None)
+    assert [call.key for call in problem.calls] == ["layer0", "layer1", "layer2"]
+    owned = [call.gradient_bytes for call in problem.calls]
+    assert owned == [4 * a * b for a, b in itertools.pairwise(sizes)]
+    exact = solve(problem, math.inf)
+    stored, left, moments = problem.outside_bytes, problem.gradient_bytes, []
+    for choice, gradient in zip(exact.choices, owned, strict=True):
+        stored += choice.stored_bytes
+        moments.append(stored + choice.workspace + left)
+        left -= gradient
+    assert exact.live_bytes == max(moments)
+    assert left == 0
