@@ -154,10 +154,9 @@ class Policy(Saved):
     that would round them.
 
     Attributes:
-      bits: for the default codec, `Dithered(bits)`. `Quantize` stores inputs of norms
-        over channels, such as BatchNorm's; exponentials (softmax), with one bit more
-        below 4; and values that a checkpoint or a custom rule computes others from
-        (`Residual.is_recomputed_from`), with 8.
+      bits: for the default codec, `Dithered(bits)`. Exponentials (softmax) are stored
+        by `Quantize` instead, with one bit more below 4; also values that a checkpoint
+        or a custom rule computes others from (`Residual.is_recomputed_from`), with 8.
       rules: each a `Rule`; the first that matches decides.
       recompute: a `jax.checkpoint` policy. The values that it saves are stored, through
         a codec; the others are recomputed in the backward pass. For some calls, by
@@ -218,10 +217,7 @@ class Policy(Saved):
             return Quantize(max(self.bits, least))
         if residual.primitive == "exp":
             return Quantize(self.bits + (self.bits < EXPONENTIAL_BITS))
-        # The derivative of a norm over channels reads it twice, and XLA:GPU does not
-        # decode twice with dither: it keeps float32 between (two bottlenecks of
-        # ResNet-50 on an H100: predicted 1.22 times the time, 566 MiB for 375).
-        return Quantize(self.bits) if residual.is_normalized else Dithered(self.bits)
+        return Dithered(self.bits)
 
     @property
     def reads_paths(self) -> bool:

@@ -295,10 +295,3 @@ def test_values_to_compute_others_from_stay_within_their_groups_extremes():
     assert decide(Policy(2), source).action == Quantize(8)
     assert decide(dots, source).action == Quantize(2)
     assert decide(dots).action == Dithered(2)
-
-
-def test_inputs_of_norms_over_channels_are_decoded_without_noise():
-    normalized = Residual((64, 256), np.dtype("float32"), is_normalized=True)
-    assert decide(Policy(2), normalized).action == Quantize(2)
-    named = Policy(2, default=Dithered(2))
-    assert decide(named, normalized).action == Dithered(2)
