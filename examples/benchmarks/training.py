@@ -40,23 +40,10 @@ from models.gpt import GPT
 from models.resnet import Block, ResNet
 
 DOTS = jax.checkpoint_policies.dots_saveable
-
-
-def quantized(bits: int) -> jaxact.Policy:
-    """`Quantize`, which was the default once, with one bit more for exponentials."""
-    rule = jaxact.Rule(jaxact.Quantize(bits + 1), primitive="exp")
-    return jaxact.Policy(default=jaxact.Quantize(bits), rules=(rule,))
-
-
 CONFIGS = {
     "uncompressed": None,
     "4bits": jaxact.Policy(),
     "2bits": jaxact.Policy(bits=2),
-    "1bit": jaxact.Policy(bits=1),
-    "4bits-quantize": jaxact.Policy(default=jaxact.Quantize(4)),
-    "2bits-quantize": quantized(2),
-    "2bits-adaptive": jaxact.Policy(default=jaxact.Adaptive(2)),
-    "1bit-adaptive": jaxact.Policy(default=jaxact.Adaptive(1)),
     "4bits-dots": jaxact.Policy(bits=4, recompute=DOTS),
     "2bits-dots": jaxact.Policy(bits=2, recompute=DOTS),
 }
@@ -181,7 +168,7 @@ def only(primitive: str) -> jaxact.Policy:
 def groups(options: argparse.Namespace) -> list[str]:
     """The primitives whose results two bits would round; '' is an argument."""
     rows = TASKS[options.task](options, CONFIGS["2bits"]).residuals().rows
-    rounded = (row for row in rows if not row.action.is_lossless)
+    rounded = (row for row in rows if isinstance(row.action, jaxact.Quantize))
     return sorted({row.primitive for row in rounded})
 
 

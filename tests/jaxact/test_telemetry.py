@@ -297,22 +297,3 @@ def test_a_measured_call_has_the_barriers_of_a_compressed_one():
     probe = measured.probe(W[0], X)
     assert barriers(jax.grad(loss), W[0], X) == 3
     assert barriers(jax.grad(measured, (0, 1)), probe, W[0], X) == 3
-
-
-def test_one_compiled_step_measures_every_other_time():
-    measured = jaxact.telemetry(unrolled)
-    probe = measured.probe(W, X)
-
-    @jax.jit
-    def step(number):
-        return lax.cond(
-            number % 2 == 0,
-            lambda: jax.grad(measured, argnums=(0, 1))(probe, W, X),
-            lambda: (probe, jax.grad(unrolled)(W, X)),
-        )
-
-    (noise, gradient), (nothing, plain) = step(0), step(1)
-    assert all(added > 0 for added, _ in noise.values.values())
-    assert not any(pair.any() for pair in nothing.values.values())
-    # The same numbers are computed; XLA may fuse what is measured with them.
-    np.testing.assert_allclose(gradient, plain, rtol=1e-4, atol=1e-4)
