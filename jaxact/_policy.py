@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxact import _codec
-from jaxact._codec import Action, Bias, Bitmask, Dithered, Exact, Offload, Quantize
+from jaxact._codec import Action, Bias, Bitmask, Exact, Offload, Quantize
 from jaxact._codec.checks import checked_bits, checked_dtype, checked_int
 from jaxact._decision import Decision, Reason
 from jaxact._recompute import Recomputation, checked, recomputation_of
@@ -26,10 +26,6 @@ SMALL_PART = 128
 SMALL_SIZE = 64
 # Below this width an exponential, such as a softmax's numerators, gets one bit more:
 # most are near zero, far below a step (examples/README.md has the loss in training).
-# For the same reason it is rounded by `Quantize`, which has no noise at zero. At 2 bits
-# `Dithered` errs 1.6 times as much on those of a trained GPT, 7.8 times on a pretrained
-# decoder's; and 1.1 to 2.4 times less on 23 of the 25 other kinds of residual in five
-# networks, 1.1 times as much on the last two (`quantizers.py` in the benchmarks).
 EXPONENTIAL_BITS = 4
 # Fewest bits where a checkpoint or a custom rule computes something nonlinear from the
 # rounded value, which biases the gradient. Flash attention by custom_vjp, error of the
@@ -154,9 +150,9 @@ class Policy(Saved):
     that would round them.
 
     Attributes:
-      bits: for the default codec, `Dithered(bits)`. Exponentials (softmax) are stored
-        by `Quantize` instead, with one bit more below 4; also values that a checkpoint
-        or a custom rule computes others from (`Residual.is_recomputed_from`), with 8.
+      bits: for the default codec, `Quantize(bits)`. Below 4, exponentials (softmax)
+        get one more; values that a checkpoint or a custom rule computes others from
+        (`Residual.is_recomputed_from`) get 8.
       rules: each a `Rule`; the first that matches decides.
       recompute: a `jax.checkpoint` policy. The values that it saves are stored, through
         a codec; the others are recomputed in the backward pass. For some calls, by
@@ -174,7 +170,7 @@ class Policy(Saved):
     Example:
       >>> import jaxact
       >>> jaxact.Policy(bits=2).action_for_floats
-      Dithered(bits=2, group_size=256)
+      Quantize(bits=2, group_size=256, stochastic=True)
     """
 
     bits: int = 4
@@ -204,20 +200,18 @@ class Policy(Saved):
     @property
     def action_for_floats(self) -> Action:
         """The action for a large float residual that no rule matches."""
-        return Dithered(self.bits) if self.default is None else self.default
+        return Quantize(self.bits) if self.default is None else self.default
 
     def _action_for(self, residual: Residual) -> Action:
         if self.default is not None:
             return self.default
-        if residual.is_recomputed_from:
-            # Something may take a logarithm of it: `Quantize` stays within a group's
-            # extremes. A recompute policy asks for such values, at these bits.
-            is_asked_for = self.recompute is not None
-            least = 1 if is_asked_for else RECOMPUTED_FROM_BITS
-            return Quantize(max(self.bits, least))
-        if residual.primitive == "exp":
-            return Quantize(self.bits + (self.bits < EXPONENTIAL_BITS))
-        return Dithered(self.bits)
+        # A recompute policy asks for values to compute others from, at these bits.
+        if residual.is_recomputed_from and self.recompute is None:
+            return Quantize(max(self.bits, RECOMPUTED_FROM_BITS))
+        is_skewed = residual.primitive == "exp"
+        if is_skewed and self.bits < EXPONENTIAL_BITS:
+            return Quantize(self.bits + 1)
+        return Quantize(self.bits)
 
     @property
     def reads_paths(self) -> bool:

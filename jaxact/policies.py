@@ -12,7 +12,7 @@ import jax
 
 from jaxact._bits.cost import NORMAL_GROUP, Sensitivity, levels_variance
 from jaxact._bits.greedy import LADDER, allocate
-from jaxact._bits.widths import ACTIONS, EXACT, action_of
+from jaxact._bits.widths import ACTIONS, EXACT
 from jaxact._bits.worst_case import Consumer, acgc_worst_case, stochastic_bits
 from jaxact._checkpoint_policies import (
     PACKED_NAME,
@@ -60,21 +60,13 @@ class IsNormalized(Saved):
         return residual.is_normalized
 
 
-def _quantized(bits: int) -> Policy:
-    """Stochastic rounding, as in the papers, whatever the residual."""
-    return Policy(bits, default=Quantize(bits))
-
-
 # A network without BatchNorm is no mistake: rules with a path do not warn.
 _EXACT_NORMS = Rule(Exact(), path="*", where=IsNormalized())
 # ActNN's levels with fixed bits, and their text for messages.
 _FIXED_LEVELS = {
     0: ("exact", Policy(default=Exact())),
-    1: (
-        "4 bits, BatchNorm's normalized input exact",
-        dataclasses.replace(_quantized(4), rules=(_EXACT_NORMS,)),
-    ),
-    2: ("4 bits", _quantized(4)),
+    1: ("4 bits, BatchNorm's normalized input exact", Policy(4, rules=(_EXACT_NORMS,))),
+    2: ("4 bits", Policy(4)),
 }
 
 
@@ -119,8 +111,8 @@ def actnn(level: int = 3, *, measured: Sensitivity | None = None) -> Policy:
         `allocate`.
 
     Example:
-      >>> actnn(2).default
-      Quantize(bits=4, group_size=256, stochastic=True)
+      >>> actnn(2)
+      Policy(bits=4, rules=(), recompute=None, default=None)
       >>> actnn(0).default
       Exact()
     """
@@ -164,18 +156,16 @@ def gact(bits: float = 4, *, measured: Sensitivity | None = None) -> Policy:
       ValueError: bits out of range; as `allocate`.
 
     Example:
-      >>> gact(3.5).default
-      Quantize(bits=4, group_size=256, stochastic=True)
+      >>> gact(3.5)
+      Policy(bits=4, rules=(), recompute=None, default=None)
     """
     if not 0 < bits <= 8:
         raise ValueError(
             f"gact({bits!r}): bits above 0 and at most 8 are required. To keep all "
             "use Policy(default=Exact())."
         )
-    base = _quantized(math.ceil(bits))
-    if measured is None:
-        return base
-    return allocate(measured, bits=bits).policy(base, action_of)
+    base = Policy(bits=math.ceil(bits))
+    return base if measured is None else allocate(measured, bits=bits).policy(base)
 
 
 def division(bits: int = 2, block: int = 8) -> Policy:
@@ -246,11 +236,10 @@ def acgc(e2: float = 0.1, *, measured: Sensitivity | None = None) -> Policy:
             "such as 0.1."
         )
     bits = next(b for b in ACTIONS if NORMAL_GROUP * levels_variance(b) <= e2)
-    base = _quantized(bits) if bits <= 8 else Policy(default=ACTIONS[bits])
+    base = Policy(bits) if bits <= 8 else Policy(default=ACTIONS[bits])
     if measured is None:
         return base
-    ladder = (*LADDER, EXACT)
-    return allocate(measured, e2=e2, ladder=ladder).policy(base, action_of)
+    return allocate(measured, e2=e2, ladder=(*LADDER, EXACT)).policy(base)
 
 
 _VERBS = ("device", "offload", "remat", "compress", "compress:BITS")

@@ -92,7 +92,7 @@ def recorded(
     kinds = {
         row.key: f"{network}: {kind_of(row)}"
         for row in rows
-        if not row.action.is_lossless
+        if isinstance(row.action, jaxact.Quantize)
     }
     rules = [jaxact.Rule(Recorder(kinds[key], show), key=key) for key in kinds]
     run(jaxact.Policy(rules=tuple(rules)))

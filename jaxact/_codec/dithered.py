@@ -63,7 +63,8 @@ class Dithered(Codec[Stored | Wide[Stored]]):
 
     @property
     def label(self) -> str:
-        return "1 bit" if self.bits == 1 else f"{self.bits} bits"
+        bits = "1 bit" if self.bits == 1 else f"{self.bits} bits"
+        return f"{bits}, dithered"
 
     def encode(self, x: jax.Array, seed: jax.Array) -> Stored | Wide[Stored]:
         return self._encode(x, seed, is_fused=False)

@@ -15,13 +15,10 @@ import pytest
 
 import jaxact
 from jaxact import (
-    Adaptive,
     Allocation,
     Cast,
     Cost,
-    Dithered,
     Exact,
-    PerSample,
     Policy,
     Quantize,
     Rule,
@@ -391,22 +388,3 @@ def test_prediction_matches_a_compressed_gradient():
     error = np.square(np.asarray(draws) - x.T @ np.asarray(gy)).sum((1, 2)).mean()
     row = Cost("x", x.size, 4, float(np.square(gy).sum()) * 62 / 6, 1.0, None)
     assert error == pytest.approx(row.error(3), rel=0.05)
-
-
-@pytest.mark.parametrize(
-    "action, allocated",
-    [
-        (Dithered(4), Dithered(2)),
-        (Quantize(4, group_size=64), Quantize(2, group_size=64)),
-        (Adaptive(4), Adaptive(2)),
-        (PerSample(4.0), Quantize(2)),  # has no bits for each element
-        (None, Quantize(2)),  # a formula's
-    ],
-    ids=str,
-)
-def test_an_allocation_keeps_the_format_that_was_measured(action, allocated):
-    row = Cost("r", 256, 4, 1.0, 1.0, 4, action)
-    policy = allocate(Sensitivity((row,), 1.0), bits=2).policy()
-    assert [rule.action for rule in policy.rules] == [allocated]
-    wide = allocate(Sensitivity((row,), 1.0), bits=16).policy()
-    assert [rule.action for rule in wide.rules] == [Cast(jnp.bfloat16)]

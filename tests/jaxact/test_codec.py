@@ -130,7 +130,7 @@ def test_a_codec_of_ones_own_as_the_default():
 def test_a_codec_of_ones_own_in_a_rule():
     policy = Policy(bits=2, rules=(Rule(Float8(), primitive="sin"),))
     actions = {row.primitive: row.action for row in rows(policy)}
-    assert actions.pop("sin") == Float8() and set(actions.values()) == {Dithered(2)}
+    assert actions.pop("sin") == Float8() and set(actions.values()) == {Quantize(2)}
     table = jaxact.residuals(compressed(policy), W, X, C)
     assert "Float8()" in table.text(full=True) and table.to_dict()["rows"]
     other = Policy(rules=(Rule(Float8(), dtype="int32"),))
@@ -212,7 +212,7 @@ def test_an_unbiased_codec_gives_unbiased_gradients():
         (Quantize(8, stochastic=False), "8 bits, nearest", "biased", 8),
         (Cast(jnp.bfloat16), "bfloat16", "biased", 16),
         (Cast("float8_e4m3fn"), "float8_e4m3fn", "biased", 8),
-        (Dithered(2), "2 bits", "unbiased", 2),
+        (Dithered(2), "2 bits, dithered", "unbiased", 2),
         (Rotated(1), "1 bit, rotated", "unbiased over rotations", 1),
         (Adaptive(3), "3 bits, adaptive", "unbiased over rotations", 3),
         (PerSample(2.5), "2.5 bits, per sample", "unbiased", 2.5),

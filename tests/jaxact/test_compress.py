@@ -235,7 +235,7 @@ def test_a_decorated_call_of_any_class(kind):
     assert same_bits(kind(W)(X), jnp.tanh(X @ W))
     table = jaxact.residuals(lambda w, x: kind(w)(x), W, X)
     # The weight is referenced; x and the derivative of tanh are stored.
-    assert [row.action for row in table.rows] == [jaxact.Dithered(2)] * 2
+    assert [row.action for row in table.rows] == [jaxact.Quantize(2)] * 2
     assert table.referenced_bytes == W.nbytes
 
 

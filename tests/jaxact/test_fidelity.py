@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxact
-from jaxact import Dithered, Exact, Policy, Quantize, Rule
+from jaxact import Exact, Policy, Quantize, Rule
 from jaxact._policy import SMALL_PART, small_size
 from support import blocks
 from support.programs import relative_error, same_bits
@@ -153,7 +153,7 @@ def test_a_pooled_feature_is_no_statistic():
     f = lambda w, x: jax.nn.gelu(x.reshape(T, 2, D).mean(1)) @ w
     x = jax.random.normal(jax.random.key(3), (T, 2 * D))
     table = jaxact.residuals(jaxact.compress(f, activations=1), w, x)
-    assert all(row.action == Dithered(4) for row in table.rows if row.primitive)
+    assert all(row.action == Quantize(4) for row in table.rows if row.primitive)
 
 
 def test_a_statistic_multiplied_by_einsum_stays_exact():

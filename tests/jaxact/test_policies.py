@@ -90,8 +90,8 @@ def test_no_preset_changes_another():
 def test_actnn_levels():
     assert actnn() == actnn(3)
     assert actnn(0) == Policy(default=Exact())
-    assert actnn(2) == Policy(4, default=Quantize(4))
-    assert dataclasses.replace(actnn(1), rules=()) == actnn(2)
+    assert actnn(2) == Policy(bits=4)
+    assert dataclasses.replace(actnn(1), rules=()) == Policy(bits=4)
     assert [rule.action for rule in actnn(1).rules] == [Exact()]
     assert actnn(3) == Policy(default=PerSample(2.0))
     assert actnn(4) == Policy(default=Offload(PerSample(2.0)))

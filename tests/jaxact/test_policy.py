@@ -12,7 +12,6 @@ import jaxact
 from jaxact import (
     Bitmask,
     Cast,
-    Dithered,
     Exact,
     Offload,
     Policy,
@@ -59,7 +58,7 @@ def decide(policy, residual=HIDDEN, small_size=512):
 )
 def test_conditions(conditions, matches):
     decision = decide(Policy(bits=2, rules=(Rule(Exact(), **conditions),)))
-    assert decision.action == (Exact() if matches else Dithered(2))
+    assert decision.action == (Exact() if matches else Quantize(2))
     assert decision.rule == (0 if matches else None)
 
 
@@ -71,12 +70,12 @@ def test_first_match_wins():
 @pytest.mark.parametrize(
     "residual, action, why",
     [
-        (HIDDEN, Dithered(4), "policy bits"),
+        (HIDDEN, Quantize(4), "policy bits"),
         (Residual((64, 256), np.dtype(bool)), Bitmask(), "one bit is exact"),
         (Residual((64, 256), np.dtype("int32")), Exact(), "int32 stays exact"),
         (Residual((64, 256), np.dtype("complex64")), Exact(), "complex64 stays exact"),
         (Residual((512,), np.dtype("float32")), Exact(), "small"),
-        (Residual((513,), np.dtype("float32")), Dithered(4), "policy bits"),
+        (Residual((513,), np.dtype("float32")), Quantize(4), "policy bits"),
     ],
 )
 def test_defaults(residual, action, why):
@@ -286,12 +285,3 @@ def test_exponentials_get_one_bit_more_below_four(bits, stored):
     assert decide(Policy(bits), exponential).action == Quantize(stored)
     chosen = Policy(default=Quantize(bits))
     assert decide(chosen, exponential).action == Quantize(bits)
-
-
-def test_values_to_compute_others_from_stay_within_their_groups_extremes():
-    """`Dithered` may return less than the least: a logarithm would be NaN."""
-    dots = Policy(2, recompute=jax.checkpoint_policies.dots_saveable)
-    source = Residual((64, 256), np.dtype("float32"), is_recomputed_from=True)
-    assert decide(Policy(2), source).action == Quantize(8)
-    assert decide(dots, source).action == Quantize(2)
-    assert decide(dots).action == Dithered(2)

@@ -13,7 +13,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxact
-from jaxact import Dithered, Exact, Policy, Quantize, Rule
+from jaxact import Exact, Policy, Quantize, Rule
 from support.programs import PROGRAMS, each_program, kept_bytes
 
 
@@ -36,9 +36,9 @@ def test_provenance():
     tanh = next(row for row in rows if row.path == "act")
     assert tanh.source.startswith("test_report.py:") and "(mlp)" in tanh.source
     assert (tanh.shape, tanh.exact_bytes) == ((32, 256), 32 * 256 * 4)
-    assert tanh.stored_bytes == 32 * (256 // 4 + 4) + 4  # a seed
-    assert (tanh.action, tanh.why) == (Dithered(2), "factor")
-    assert (argument.action, argument.why) == (Dithered(2), "input")
+    assert tanh.stored_bytes == 32 * (256 // 4 + 4)
+    assert (tanh.action, tanh.why) == (Quantize(2), "factor")
+    assert (argument.action, argument.why) == (Quantize(2), "input")
 
 
 @pytest.mark.parametrize("f", [jnp.tanh, jnp.sin, jax.nn.sigmoid, jax.nn.gelu])
@@ -176,7 +176,7 @@ def test_linen_paths():
     assert [actions.pop(key) for key in sums] == [Exact()]  # the second's argument
     in_first = {a for key, a in actions.items() if "first" in key}
     in_second = {a for key, a in actions.items() if "second" in key}
-    assert (in_first, in_second) == ({Dithered(2)}, {Exact()})
+    assert (in_first, in_second) == ({Quantize(2)}, {Exact()})
     at_up = [row.action for row in table.rows if row.path == "Net/second/up"]
     assert set(at_up) <= {Exact()}
 
@@ -271,12 +271,12 @@ def test_forms():
         == table.stored_bytes
         == sum(row["stored_bytes"] for row in data["rows"])
     )
-    assert data["rows"][0]["action"]["class"] == "Dithered"
+    assert data["rows"][0]["action"]["class"] == "Quantize"
     rich = pytest.importorskip("rich.console")
     console = rich.Console(width=200, file=io.StringIO())
     console.print(table)
     assert console.file.getvalue().split() == table.text(width=200).split()
-    assert "Dithered" in text
+    assert "Quantize" in text
 
 
 def test_uncompressed_functions_are_listed_too():

@@ -60,10 +60,8 @@ def test_policies(policy):
 
 
 COSTS = tuple(
-    jaxact.Cost(f"Net/{i}", 256 * (i + 1), 4, variance, 2.0, bits, action)
-    for i, (variance, bits, action) in enumerate(
-        [(1.5, 2, jaxact.Dithered(2)), (1e-9, None, None), (math.inf, 4, Quantize(4))]
-    )
+    jaxact.Cost(f"Net/{i}", 256 * (i + 1), 4, variance, 2.0, bits)
+    for i, (variance, bits) in enumerate([(1.5, 2), (1e-9, None), (math.inf, 4)])
 )
 MEASURED = jaxact.Sensitivity(COSTS, signal=3.0, unmeasured=("a", "b"))
 

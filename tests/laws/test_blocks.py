@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxact
-from jaxact import Bitmask, Dithered, Exact, Policy, Quantize, Rule
+from jaxact import Bitmask, Exact, Policy, Quantize, Rule
 from support.blocks import BLOCKS, each_block
 from support.programs import relative_error, same_bits
 from support.variants import thorough
@@ -24,7 +24,6 @@ def compressed(block, policy):
 
 
 LEVEL0 = {"xla_backend_optimization_level": 0}
-ROUNDED = (Quantize, Dithered)
 BY_NAME = {block.name: block for block in BLOCKS}
 
 
@@ -45,12 +44,12 @@ def elements(rows, action):
 
 @each_block
 def test_stores_few_arrays(block):
-    assert elements(table(block).rows, ROUNDED) <= block.most_stored
+    assert elements(table(block).rows, Quantize) <= block.most_stored
 
 
 @each_block
 def test_the_rest_is_bits_and_statistics(block):
-    rows = [r for r in table(block).rows if not isinstance(r.action, ROUNDED)]
+    rows = [r for r in table(block).rows if not isinstance(r.action, Quantize)]
     assert {type(r.action) for r in rows} <= {Bitmask, Exact}
     # Rows of statistics are 32 times smaller than the largest array, and few.
     exact = sum(r.stored_bytes for r in rows if isinstance(r.action, Exact))
@@ -64,8 +63,7 @@ def test_every_row_says_what_it_does_to_gradients(block):
     for row in table(block).rows:
         said[type(row.action)].add(row.bias)
     # Used once; or twice on one path, as by a softmax or a norm.
-    rounded = set().union(*(said.pop(kind, set()) for kind in ROUNDED))
-    assert rounded and rounded <= {"unbiased", "unbiased to first order"}
+    assert said.pop(Quantize) <= {"unbiased", "unbiased to first order"}
     assert all(biases == {"exact"} for biases in said.values())
 
 
@@ -77,7 +75,7 @@ def test_a_gelu_can_be_recomputed_from_its_input():
     args = jax.eval_shape(block.arguments)
     rows = jaxact.residuals(compressed(block, policy), *args).rows
     weights = 4 * 64
-    assert elements(rows, ROUNDED) <= tokens * (10 * width + weights)
+    assert elements(rows, Quantize) <= tokens * (10 * width + weights)
     source = [r for r in rows if r.shape[-1] == hidden]
     assert [(r.primitive, r.bias) for r in source] == [("dot_general", "biased")]
 
