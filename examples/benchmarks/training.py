@@ -40,10 +40,25 @@ from models.gpt import GPT
 from models.resnet import Block, ResNet
 
 DOTS = jax.checkpoint_policies.dots_saveable
+
+
+def dithered(bits: int) -> jaxact.Policy:
+    """`Dithered`, but for exponentials, which are stored as by `Policy(bits)`."""
+    width = bits + (bits < 4)
+    rule = jaxact.Rule(jaxact.Quantize(width), primitive="exp")
+    return jaxact.Policy(default=jaxact.Dithered(bits), rules=(rule,))
+
+
 CONFIGS = {
     "uncompressed": None,
     "4bits": jaxact.Policy(),
     "2bits": jaxact.Policy(bits=2),
+    "1bit": jaxact.Policy(bits=1),
+    "4bits-dithered": dithered(4),
+    "2bits-dithered": dithered(2),
+    "1bit-dithered": dithered(1),
+    "2bits-adaptive": jaxact.Policy(default=jaxact.Adaptive(2)),
+    "1bit-adaptive": jaxact.Policy(default=jaxact.Adaptive(1)),
     "4bits-dots": jaxact.Policy(bits=4, recompute=DOTS),
     "2bits-dots": jaxact.Policy(bits=2, recompute=DOTS),
 }

@@ -53,7 +53,7 @@ class Allocation(Tabular):
     def policy(
         self,
         base: Policy | None = None,
-        action: Callable[[int], Action] = action_of,
+        action: Callable[[int], Action] | None = None,
     ) -> Policy:
         """`base` with a rule for each residual.
 
@@ -64,13 +64,16 @@ class Allocation(Tabular):
         Args:
           base: `Policy()` when None.
           action: the action that stores a residual at so many bits; 32 asks for exact.
+            None: the format that the residual was measured with.
         """
         base = Policy() if base is None else base
-        exact = {row.key: row.exact_bits for row in self.measured.rows}
-        rules = tuple(
-            Rule(action(EXACT if bits >= exact[key] else bits), key=key)
-            for key, bits in self.bits
-        )
+        rows = {row.key: row for row in self.measured.rows}
+
+        def chosen(row: Cost, bits: int) -> Action:
+            width = EXACT if bits >= row.exact_bits else bits
+            return action_of(width, row.action) if action is None else action(width)
+
+        rules = tuple(Rule(chosen(rows[key], b), key=key) for key, b in self.bits)
         return dataclasses.replace(base, rules=(*base.rules, *rules))
 
     def changes(self, other: "Allocation") -> tuple[str, ...]:

@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
+from jaxact._codec import Action
 from jaxact._saved import Saved
 from jaxact._tabular import Column, Tabular
 
@@ -52,6 +53,8 @@ class Cost(Saved):
         residual must stay exact.
       signal: squared norm that the gradient has to which the error is added.
       bits: at which it was measured; None for a formula.
+      action: with which it was measured; an allocation keeps its format. None: an
+        allocation takes `Quantize`.
     """
 
     key: str
@@ -60,6 +63,7 @@ class Cost(Saved):
     variance: float
     signal: float
     bits: int | None
+    action: Action | None = None
 
     @property
     def exact_bits(self) -> int:

@@ -44,9 +44,9 @@ def allocate(
       e2: bound on the added variance, all rows together, as a fraction of the
         gradient's squared norm; the fewest bits that keep it. The split is global: a
         share that some residual does not need another may use.
-      ladder: the bits to choose from: 1 to 8 (Quantize), 16 (bfloat16; exact for
-        residuals that have 16) and 32 (exact). A residual whose variance is not
-        finite stays exact in any case.
+      ladder: the bits to choose from: 1 to 8 (in the format that was measured), 16
+        (bfloat16; exact for residuals that have 16) and 32 (exact). A residual whose
+        variance is not finite stays exact in any case.
 
     Raises:
       ValueError: both or neither given, `bits` and `e2`; one out of range; an empty

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from jaxact._bits.cost import NORMAL_GROUP, Cost
+from jaxact._bits.widths import FORMATS, action_of
 from jaxact._codec import (
     Action,
     Adaptive,
@@ -87,10 +88,11 @@ def relative_error(action: Action, residual: Residual) -> float:
 def measured_error(action: Action, residual: Residual, cost: Cost) -> float:
     """The variance that it adds to the squared gradient, from a measurement.
 
-    That was of `Quantize` at the cost's bits; other formats err in proportion.
+    Formats other than the measured one err in proportion.
     """
     bits = min(8, cost.bits or 4)
-    ratio = relative_error(action, residual) / relative_error(Quantize(bits), residual)
+    before = relative_error(action_of(bits, cost.action), residual)
+    ratio = relative_error(action, residual) / before
     return ratio * cost.error(bits) / cost.signal
 
 

@@ -25,17 +25,20 @@ class Rounded(NamedTuple):
       size: elements, over all copies.
       itemsize: bytes of an element when exact.
       bits: of an element as stored, to the nearest.
+      action: that stores it.
     """
 
     key: str
     size: int
     itemsize: int
     bits: int
+    action: Action
 
     def cost(self, error: float, signal: float) -> Cost:
         """The cost of rounding it, given the squared error at its bits."""
         variance = error / levels_variance(self.bits)
-        return Cost(self.key, self.size, self.itemsize, variance, signal, self.bits)
+        stored = self.size, self.itemsize, variance, signal, self.bits, self.action
+        return Cost(self.key, *stored)
 
 
 def census(
@@ -64,7 +67,7 @@ def census(
             before = rounded[key].size if key in rounded else 0
             size = before + math.prod(eqn.params["shape"]) * copies
             itemsize = decision.residual.dtype.itemsize
-            rounded[key] = Rounded(key, size, itemsize, bits)
+            rounded[key] = Rounded(key, size, itemsize, bits, decision.action)
     return tuple(rounded.values())
 
 

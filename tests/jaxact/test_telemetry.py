@@ -120,16 +120,18 @@ def test_the_same_residuals_give_the_same_noise(f):
     assert set(sizes.values()) == {3 * X.size}
 
 
-def test_a_linear_layer_has_the_exact_variance():
+@pytest.mark.parametrize("codec", [jaxact.Quantize, jaxact.Dithered])
+def test_a_linear_layer_has_the_exact_variance(codec):
     """ActNN, section 4.2: sum over samples of ||g_n||^2 sum_i Var(x_ni)."""
-    linear = jaxact.compress(jnp.matmul, activations=0, policy=Policy(bits=2))
+    linear = jaxact.compress(jnp.matmul, activations=0, policy=Policy(default=codec(2)))
     c = jax.random.normal(KEYS[2], (512, 48)) * jnp.exp(X[:1, :48])
     x = jax.random.normal(KEYS[3], (512, 256))
     w = jax.random.normal(KEYS[4], (256, 48))
     noise, _ = measure(lambda w, x: (linear(x, w) * c).sum(), w, x)
     ((added, signal),) = noise.values.values()
     c, x = np.asarray(c, np.float64), np.asarray(x)
-    variance = oracle.rounding_variance(x, 2)
+    is_dithered = codec is jaxact.Dithered
+    variance = oracle.rounding_variance(x, 2, is_dithered=is_dithered)
     expected = np.sum(np.square(c).sum(1) * variance.sum(1))
     # Squares of 131 072 independent errors: their sum is known to 0.3 %.
     np.testing.assert_allclose(added, expected, rtol=0.02)
@@ -295,3 +297,22 @@ def test_a_measured_call_has_the_barriers_of_a_compressed_one():
     probe = measured.probe(W[0], X)
     assert barriers(jax.grad(loss), W[0], X) == 3
     assert barriers(jax.grad(measured, (0, 1)), probe, W[0], X) == 3
+
+
+def test_one_compiled_step_measures_every_other_time():
+    measured = jaxact.telemetry(unrolled)
+    probe = measured.probe(W, X)
+
+    @jax.jit
+    def step(number):
+        return lax.cond(
+            number % 2 == 0,
+            lambda: jax.grad(measured, argnums=(0, 1))(probe, W, X),
+            lambda: (probe, jax.grad(unrolled)(W, X)),
+        )
+
+    (noise, gradient), (nothing, plain) = step(0), step(1)
+    assert all(added > 0 for added, _ in noise.values.values())
+    assert not any(pair.any() for pair in nothing.values.values())
+    # The same numbers are computed; XLA may fuse what is measured with them.
+    np.testing.assert_allclose(gradient, plain, rtol=1e-4, atol=1e-4)

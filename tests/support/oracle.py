@@ -206,8 +206,11 @@ def decode_dithered(stored, seed, *, shape, dtype, bits, group_size):
     return out[:, :row].reshape(shape).astype(dtype)
 
 
-def rounding_variance(x, bits, group_size=256):
-    """Variance s**2 f (1 - f) of each decoded element, f the fraction of its code."""
+def rounding_variance(x, bits, group_size=256, *, is_dithered=False):
+    """Variance s**2 f (1 - f) of each decoded element, f the fraction of its code.
+
+    Of a dithered one s**2 / 12, whatever its fraction.
+    """
     _, row, _, group = layout(x.shape, group_size)
     rows = x.astype(np.float32).reshape(-1, row)
     variance = np.zeros(rows.shape)
@@ -217,6 +220,9 @@ def rounding_variance(x, bits, group_size=256):
         if scale & 0x8000:  # a constant group comes back exactly
             continue
         z, s = float(_from_pattern(zero_point)), float(_from_pattern(scale))
+        if is_dithered:
+            variance[line, part] = s**2 / 12
+            continue
         code = np.clip((rows[line, part] - z) / s, 0, 2**bits - 1)
         fraction = code - np.floor(code)
         variance[line, part] = s**2 * fraction * (1 - fraction)
