@@ -81,7 +81,8 @@ def test_a_killed_process_ends_the_run_which_goes_on_from_its_checkpoint(
     second.send_signal(signal.SIGKILL)
     second.communicate()
     _, printed = first.communicate(timeout=LIMIT)
-    assert first.returncode == 1, printed
+    # JAX's own watch of the other processes may abort this one while it ends.
+    assert first.returncode in (1, -signal.SIGABRT), printed
     (error,) = [line for line in printed.splitlines() if ": error: " in line]
     assert "process 0 of 2 cannot go on: another one has ended" in error
     assert "go on from the last step saved" in error
