@@ -121,5 +121,5 @@ def test_a_table_is_written_for_the_committed_rows(load):
     }
     assert is_above <= {"qwen3"}
     for row in rows.values():
-        assert row["bits"] == "same"
+        assert row["bits"] in ("same", "forward alone")  # see `public.check`
         assert row["stored_bytes"] < row["plain_bytes"] / 3
