@@ -1,7 +1,9 @@
-"""Strict promotion, one platform, one key; and what `make test` leaves out."""
+"""Strict promotion, one platform, shared fixtures; and what `make test` leaves out."""
 
 import collections
+import importlib
 import os
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -18,6 +20,9 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("jaxact")
 
+ROOT = Path(__file__).parent.parent
+# Where the examples and benchmarks are run from, so that they import one another.
+SCRIPTS = "examples", "examples/benchmarks", "kernels/benchmarks"
 # Of the variants of one test, how many `--quick` runs: the first and the last.
 VARIANTS = 2
 
@@ -65,6 +70,15 @@ def optimizations(request):
     if jax.config.values[name] != off:
         jax.config.update(name, off)
         jax.clear_caches()  # JAX would not compile again what it has compiled
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """Imports a file of the examples or benchmarks as its command does."""
+    for folder in SCRIPTS:
+        monkeypatch.syspath_prepend(ROOT / folder)
+    with jax.numpy_dtype_promotion("standard"):  # as Flax asks
+        yield importlib.import_module
 
 
 @pytest.fixture

@@ -1,25 +1,10 @@
 """The table of largest batches, and the shapes that they are compiled for."""
 
-import importlib
-from pathlib import Path
-
-import jax
 import pytest
 
 pytest.importorskip("flax")
 pytest.importorskip("optax")
 pytestmark = pytest.mark.unoptimized
-
-EXAMPLES = Path(__file__).parent.parent / "examples"
-
-
-@pytest.fixture
-def load(monkeypatch):
-    """Imports a file of the benchmark as the command does."""
-    monkeypatch.syspath_prepend(EXAMPLES)
-    monkeypatch.syspath_prepend(EXAMPLES / "benchmarks")
-    with jax.numpy_dtype_promotion("standard"):  # as Flax asks
-        yield importlib.import_module
 
 
 def test_shapes_of_a_batch_that_does_not_exist(load):

@@ -1,8 +1,5 @@
 """Trainings on drawn shapes and on characters: their data, scores and residuals."""
 
-import importlib
-from pathlib import Path
-
 import jax
 import numpy as np
 import pytest
@@ -12,17 +9,6 @@ import jaxact
 pytest.importorskip("flax")
 pytest.importorskip("optax")
 pytestmark = pytest.mark.unoptimized
-
-EXAMPLES = Path(__file__).parent.parent / "examples"
-
-
-@pytest.fixture
-def load(monkeypatch):
-    """Imports a file of the benchmarks as the command does."""
-    for folder in (EXAMPLES, EXAMPLES / "benchmarks"):
-        monkeypatch.syspath_prepend(folder)
-    with jax.numpy_dtype_promotion("standard"):  # as Flax asks
-        yield importlib.import_module
 
 
 @pytest.fixture

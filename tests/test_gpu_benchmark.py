@@ -1,6 +1,5 @@
 """The one command for a GPU, as far as it goes without one."""
 
-import importlib
 import io
 import json
 import os
@@ -22,15 +21,6 @@ pytestmark = pytest.mark.unoptimized
 
 ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "examples" / "benchmarks"
-
-
-@pytest.fixture
-def load(monkeypatch):
-    """Imports a file of the benchmark as the command does."""
-    for folder in (ROOT / "examples", BENCHMARKS, ROOT / "kernels" / "benchmarks"):
-        monkeypatch.syspath_prepend(folder)
-    with jax.numpy_dtype_promotion("standard"):  # as Flax asks
-        yield importlib.import_module
 
 
 KERNEL = {

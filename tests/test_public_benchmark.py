@@ -1,6 +1,5 @@
 """The benchmark of public models, on a small model in a folder."""
 
-import importlib
 import json
 from pathlib import Path
 
@@ -27,15 +26,6 @@ class Net(nn.Module):
     def __call__(self, x, train):
         return Block()(Block()(x, train=train), train=train)
 """
-
-
-@pytest.fixture
-def load(monkeypatch):
-    """Imports a file of the benchmark as the command does."""
-    for folder in (EXAMPLES, EXAMPLES / "benchmarks"):
-        monkeypatch.syspath_prepend(folder)
-    with jax.numpy_dtype_promotion("standard"):  # as Flax asks
-        yield importlib.import_module
 
 
 @pytest.fixture

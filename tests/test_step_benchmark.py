@@ -1,9 +1,7 @@
 """What the side-by-side benchmark counts, compares and writes."""
 
 import functools
-import importlib
 import json
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -22,17 +20,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::jaxact.CompressionWarning"),
 ]
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
 OURS = "jaxact 4 bits"
-
-
-@pytest.fixture
-def load(monkeypatch):
-    """Imports a file of the benchmark as the command does."""
-    monkeypatch.syspath_prepend(EXAMPLES)
-    monkeypatch.syspath_prepend(EXAMPLES / "benchmarks")
-    with jax.numpy_dtype_promotion("standard"):  # as Flax asks
-        yield importlib.import_module
 
 
 def images(load):

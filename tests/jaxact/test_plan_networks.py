@@ -2,10 +2,7 @@
 
 import dataclasses
 import functools
-import importlib
 import math
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +18,6 @@ from jaxact._memory.targets import gpu_of
 from support.gpu_target import needs_target
 
 pytestmark = pytest.mark.slow
-BENCHMARKS = Path(__file__).parents[2] / "examples" / "benchmarks"
 
 
 def norm(x):
@@ -81,21 +77,16 @@ QUARTERS = {"gpt2-medium": "4068MiB", "vit-b": "1505MiB", "resnet50": "690MiB"}
 
 @needs_target
 @pytest.mark.parametrize("name", QUARTERS)
-def test_networks_on_a_gpu(name, monkeypatch):
-    for folder in (BENCHMARKS.parent, BENCHMARKS):
-        monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
-    load = importlib.import_module
-
+def test_networks_on_a_gpu(name, load):
     def block(block):
         activations = None if isinstance(block, type) else "x"
         return jaxact.compress(block, activations=activations)
 
-    with jax.numpy_dtype_promotion("standard"):  # as Flax asks
-        way = load("step_ways").Way("plan", block)
-        network = load("step_networks").NETWORKS[name]
-        trainer = load("step_runs").Trainer(network, way)
-        budget = QUARTERS[name]
-        plan = jaxact.plan(trainer.step, *trainer.shapes, budget=budget, target="h100")
+    way = load("step_ways").Way("plan", block)
+    network = load("step_networks").NETWORKS[name]
+    trainer = load("step_runs").Trainer(network, way)
+    budget = QUARTERS[name]
+    plan = jaxact.plan(trainer.step, *trainer.shapes, budget=budget, target="h100")
     fits(plan)
 
 
