@@ -255,9 +255,9 @@ class _Reader:
         flops = self._traced.calls[key].flops * copies
         moved = sum(row.exact_bytes for row, _ in inside)
         repeated = flops / self.flops_per_second + moved / self._gpu.bytes_per_second
-        variants = []
+        variants, own = [], self._workspace(key)
         for bits in _INSIDE_BITS:
-            workspace, rules = float(self._workspace(key)), []
+            workspace, rules = float(own), []
             time, noise = repeated / self.seconds, 0.0
             for row, d in inside:
                 number = _copies(d.residual, row)
@@ -265,7 +265,7 @@ class _Reader:
                 if not (d.rule is None and d.bias is not Bias.EXACT) or not options:
                     workspace += row.stored_bytes / number
                     continue
-                few = [o for o in options if _is_within(o.action, bits)]
+                few = [o for o in options if _has_at_most(o.action, bits)]
                 option = min(few or options, key=lambda o: (o.workspace, o.noise))
                 workspace += option.bytes / number + option.workspace
                 time, noise = time + option.time, noise + option.noise
@@ -331,8 +331,8 @@ class _Reader:
         return undominated([*options, exact])
 
 
-def _is_within(action: Action, bits: int | None) -> bool:
-    """Whether an action is for so many bits; None: for exact arrays."""
+def _has_at_most(action: Action, bits: int | None) -> bool:
+    """Whether an action stores in so many bits or fewer; None: exactly."""
     if bits is None:
         return isinstance(action, Exact)
     return bool(action.bits and action.bits <= bits)

@@ -53,6 +53,11 @@ class Search:
     known: tuple[Trial, ...] = ()
     trials: list[Trial] = dataclasses.field(default_factory=list)
 
+    @property
+    def every(self) -> tuple[Trial, ...]:
+        """The compiled steps of this search, then those of earlier plans."""
+        return (*self.trials, *self.known)
+
     def run(self, limit: int, most: int = MOST_COMPILES) -> None:
         """Compile policies until one is within `limit`, nearly."""
         margin, step = _MARGIN, 1.0
@@ -77,7 +82,7 @@ class Search:
         """The cheapest compiled step within the limit."""
         fitting = [
             t
-            for t in (*self.trials, *self.known)
+            for t in self.every
             if budgeted(t.memory, self.of) <= limit
             and t.time <= self.slowdown
             and t.noise <= self.noise
@@ -87,12 +92,11 @@ class Search:
 
     def smallest(self) -> Trial:
         """The compiled step that takes least."""
-        every = (*self.trials, *self.known)
-        return min(every, key=lambda t: budgeted(t.memory, self.of))
+        return min(self.every, key=lambda t: budgeted(t.memory, self.of))
 
     def uncompressed(self) -> Trial:
         """The step with nothing compressed."""
-        for trial in (*self.trials, *self.known):
+        for trial in self.every:
             if trial.policy == UNCOMPRESSED:
                 if trial not in self.trials:
                     self.trials.append(trial)
@@ -123,7 +127,7 @@ class Search:
         """A: the bytes besides the live ones, as in the compiled step most alike."""
         known = [
             (t.live_bytes, budgeted(t.memory, self.of) - t.live_bytes)
-            for t in (*self.trials, *self.known)
+            for t in self.every
             if t.live_bytes is not None
         ]
         if known:
@@ -138,7 +142,7 @@ class Search:
         """
         sizes = [
             (t.live_bytes, budgeted(t.memory, self.of))
-            for t in (*self.trials, *self.known)
+            for t in self.every
             if t.live_bytes is not None
         ]
         wanted = limit * (1 - margin)

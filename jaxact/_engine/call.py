@@ -21,7 +21,6 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import core
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
@@ -39,6 +38,7 @@ from jaxact._engine.seeds import salted, seed_at
 from jaxact._engine.storage import Draw, Packed, Storage
 from jaxact._engine.warnings import notice, notice_call, planning, warn_about_rules
 from jaxact._jaxpr.compat import VJP_OPTIONS, reduced_like
+from jaxact._jaxpr.evaluate import is_traced
 from jaxact._jaxpr.labels import Label, current_path
 from jaxact._jaxpr.types import Array, Jaxpr, PyTree
 from jaxact._plan.mark import CompressedCall, mark, mark_call
@@ -284,7 +284,7 @@ class _Rule:
         inputs = [draw.seed, *values, *probe.values()]
         seed = seed_at(draw.seed, prefix)
         outputs, stored, kept = passes.forward(seed, settings, inputs)
-        if not _is_traced(values) and not self.flat.jaxpr.effects:
+        if not is_traced(values) and not self.flat.jaxpr.effects:
             # Outside of a trace a jitted function is compiled by itself. The program,
             # which opens those, rounds in another order.
             outputs = self.flat(*values)
@@ -339,10 +339,6 @@ class _Rule:
         decided = passes.plan.all_decisions
         engine.report([*(d.at(engine.prefix) for d in decided), *inside])
         return passes
-
-
-def _is_traced(values: Sequence[Array]) -> bool:
-    return any(isinstance(x, core.Tracer) for x in values)
 
 
 def _measured_keys(

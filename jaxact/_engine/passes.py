@@ -17,14 +17,18 @@ from typing import Any, TypeAlias
 
 import jax
 import numpy as np
-from jax import core
 from jax.custom_derivatives import SymbolicZero
 
 from jaxact._engine.backward import backward_pass
 from jaxact._engine.seeds import known_seeds, seeds_for
 from jaxact._engine.storage import Probe, Storage
 from jaxact._jaxpr.compat import barrier
-from jaxact._jaxpr.evaluate import evaluate, in_mesh_of, is_in_other_mesh
+from jaxact._jaxpr.evaluate import (
+    evaluate,
+    in_mesh_of,
+    is_in_other_mesh,
+    is_traced,
+)
 from jaxact._jaxpr.opaque import hide
 from jaxact._jaxpr.read import is_float
 from jaxact._jaxpr.types import Array, Env, PyTree, Var
@@ -167,8 +171,7 @@ class Passes:
 
 def _can_jit(values: PyTree) -> bool:
     """Whether values are traced, all in the current mesh, which a jit asks for."""
-    leaves = jax.tree.leaves(values)
-    is_traced = any(isinstance(x, core.Tracer) for x in leaves)
-    return is_traced and not any(
-        isinstance(x, jax.Array) and is_in_other_mesh(x) for x in leaves
+    return is_traced(values) and not any(
+        isinstance(x, jax.Array) and is_in_other_mesh(x)
+        for x in jax.tree.leaves(values)
     )

@@ -12,7 +12,7 @@ from jax.extend import source_info_util
 
 from jaxact._jaxpr.compat import bind_params
 from jaxact._jaxpr.read import is_literal
-from jaxact._jaxpr.types import Array, Atom, Env, Eqn, Jaxpr
+from jaxact._jaxpr.types import Array, Atom, Env, Eqn, Jaxpr, PyTree
 
 
 def value_of(v: Atom, env: Env) -> Any:
@@ -48,6 +48,11 @@ def bind(eqn: Eqn, values: Sequence[Array]) -> list[Any]:
     with traced_at(eqn), eqn.ctx.manager, look:
         out = eqn.primitive.bind(*functions, *values, **params)
     return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def is_traced(values: PyTree) -> bool:
+    """Whether any of the values belongs to a trace."""
+    return any(isinstance(x, core.Tracer) for x in jax.tree.leaves(values))
 
 
 def _finds_nans() -> bool:

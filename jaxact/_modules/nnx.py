@@ -13,9 +13,9 @@ from typing import Any, TypeVar, cast
 
 import jax
 from flax import nnx
-from jax import core
 
 from jaxact._engine.call import call_compressed, seed_from
+from jaxact._jaxpr.evaluate import is_traced
 from jaxact._jaxpr.labels import current_path
 from jaxact._modules.adapter import NOISE_STREAM, require_call
 from jaxact._modules.nnx_paths import place_of, submodules_named
@@ -62,7 +62,7 @@ def compress_method(
         pure = _pure(f, args, kwargs, lambda modules: submodules_named(modules, above))
         if rounding_key is None:
             rounding_key = _stream_key(pure.modules)
-        place = place_of(pure.modules, is_traced=_is_traced((pure.args, pure.kwargs)))
+        place = place_of(pure.modules, is_traced=is_traced((pure.args, pure.kwargs)))
         with jax.named_scope(place.scope) if place.scope else contextlib.nullcontext():
             above = current_path()
             if place.above is not None:
@@ -211,10 +211,6 @@ def _fill(
             value = tree.unflatten([next(remaining) if m else x for x, m in pairs])
         filled.append(value)
     return filled
-
-
-def _is_traced(values: object) -> bool:
-    return any(isinstance(x, core.Tracer) for x in jax.tree.leaves(values))
 
 
 def _same(a: object, b: object) -> bool:
