@@ -37,7 +37,7 @@ class Remark(enum.Enum):
 
     RECOMPUTED_FROM = "others are recomputed from it"
     CUSTOM_RULE = "kept for a checkpoint or a custom rule"
-    NORMALIZED = "normalized by channel"
+    NORMALIZED = "normalized"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -157,16 +157,29 @@ def _base(
     # Stored themselves, ReLU and dropout need no mask, queries, keys and values get
     # their own groups, and elements that a slice cuts off are not stored.
     smaller = name in SELECTIONS and size < eqn.invars[0].aval.size
-    if masked or smaller or _needs_masks(eqn, size, classes):
+    if masked or smaller or _needs_bits(eqn, size, classes):
         classes.parts[v] = base
         return v
     return base
 
 
-def _needs_masks(eqn: Eqn, size: int, classes: Classes) -> bool:
-    """Whether the exact operands cost a bit or more for each element: dropout."""
+def _needs_bits(eqn: Eqn, size: int, classes: Classes) -> bool:
+    """Whether the exact operands cost a bit or more for each element: dropout.
+
+    Statistics of short rows do too. A sum with one, such as x - mean, is better stored
+    itself. A product is not: its rows, of which one group holds many, may have scales
+    that the operand's have not (x / (s^2 + 1) with the rows' sums s, before a norm: at
+    8 bits an error of 4 gradients).
+    """
     exact = [x for x in variables_in(eqn.invars) if classes.is_exact(x)]
+    if eqn.primitive.name not in SUMS:
+        exact = [x for x in exact if _has_each(x, size, classes)]
     return 8 * sum(classes.cost[x] for x in exact) >= size
+
+
+def _has_each(x: Var, size: int, classes: Classes) -> bool:
+    """Whether backward keeps a value for each of so many elements to have `x`."""
+    return any(v.aval.size >= size for v in classes.needed[x])
 
 
 def _settle(

@@ -7,12 +7,11 @@ from jaxact._codec import Bias, Exact, Recompute
 from jaxact._decision import Decision, Reason, Remark
 from jaxact._form.affine_classes import classify
 from jaxact._form.cells import cell_body
-from jaxact._form.channel_norms import ChannelNorms, channel_norms
 from jaxact._form.chooser import Chooser
+from jaxact._form.conditioning import ill_conditioned
 from jaxact._form.derivative import DERIVATIVE_OF
-from jaxact._form.poles import bases_near_poles
+from jaxact._form.norms import Norms, norms_in
 from jaxact._form.pooling import pool_body
-from jaxact._form.short_norms import bases_in_short_norms
 from jaxact._form.softmax import softmax_body
 from jaxact._jaxpr.flow import fact_of
 from jaxact._jaxpr.primitives import ELEMENTWISE, PLACEMENTS, VIEWS
@@ -50,7 +49,7 @@ class _Bases:
 
     reading: Reading
     chooser: Chooser
-    norms: ChannelNorms
+    norms: Norms
     stored: tuple[Var, ...]
     uses: Uses
     spared: dict[Var, Reason]
@@ -119,9 +118,7 @@ def _bases(reading: Reading) -> _Bases:
         return Chooser(jaxpr, classes.with_exact(stored_inside), producers)
 
     chooser = chooser_with(())
-    reasons = dict.fromkeys(bases_near_poles(jaxpr, chooser.classes), Reason.NEAR_POLE)
-    short = bases_in_short_norms(jaxpr, chooser.classes, producers)
-    reasons |= dict.fromkeys(short, Reason.SHORT_NORM)
+    reasons = ill_conditioned(jaxpr, chooser.classes, producers, reading.is_activation)
     spared = {
         v: reason
         for v, reason in reasons.items()
@@ -142,7 +139,7 @@ def _bases(reading: Reading) -> _Bases:
             if not is_literal(v) and roundings.get(leaf)
         },
     )
-    norms = channel_norms(jaxpr, producers)
+    norms = norms_in(jaxpr, producers)
     return _Bases(reading, chooser, norms, stored, uses, spared)
 
 
@@ -198,7 +195,8 @@ def _decide_bases(bases: _Bases) -> Decisions:
 
 def _decide_base(bases: _Bases, v: Var) -> Decision:
     residual = _residual(bases.reading, bases.chooser, v)
-    if _normalizing(bases, v) is not None:
+    norm = _normalizing(bases, v)
+    if norm is not None and norm.axes == (len(v.aval.shape) - 1,):
         residual = dataclasses.replace(residual, is_normalized=True)
     reading, uses = bases.reading, bases.uses
     bit = 1 << bases.stored.index(v) if v in bases.stored else 0
@@ -251,7 +249,7 @@ def _residual(reading: Reading, chooser: Chooser, v: Var) -> Residual:
 
 
 def _normalizing(bases: _Bases, v: Var) -> Normalized | None:
-    """The normalization over channels that the program applies to `v`, if exact."""
+    """The normalization that the program applies to `v`, if exact."""
     norm = bases.norms.normalizing(v)
     is_exact = bases.chooser.classes.is_exact
     if norm is None or not all(map(is_exact, norm.statistics)):

@@ -6,7 +6,8 @@ reduction that a product contracts with is none: a pooled feature is an activati
 another.
 """
 
-from jaxact._jaxpr.primitives import MATMULS, REDUCTIONS, SCATTERS
+from jaxact._form.branches import outputs_in_branches
+from jaxact._jaxpr.primitives import MATMULS, REDUCTIONS, RESHAPES, SCATTERS
 from jaxact._jaxpr.read import is_float, keeps_elements, variables_in
 from jaxact._jaxpr.types import Eqn, Jaxpr, Predicate, Var
 
@@ -18,7 +19,7 @@ def find_statistics(jaxpr: Jaxpr, is_activation: Predicate) -> set[Var]:
       is_activation: whether a variable is made from more than parameters.
     """
     contracted = _contracted(jaxpr)
-    statistics: set[Var] = set()
+    statistics = outputs_in_branches(jaxpr, is_activation, find_statistics) - contracted
     for eqn in jaxpr.eqns:
         inputs = variables_in(eqn.invars)
         if not inputs or not eqn.outvars:  # a random draw; a print
@@ -28,6 +29,9 @@ def find_statistics(jaxpr: Jaxpr, is_activation: Predicate) -> set[Var]:
             continue
         if eqn.primitive.name in REDUCTIONS | SCATTERS:
             if v.aval.size < max(x.aval.size for x in inputs):
+                statistics.add(v)
+        elif eqn.primitive.name in RESHAPES:  # GroupNorm's, for each of its channels
+            if not statistics.isdisjoint(inputs):
                 statistics.add(v)
         elif keeps_elements(eqn):
             known = [x for x in inputs if x in statistics]

@@ -58,17 +58,19 @@ class Replay:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Normalized:
-    """An exact affine map, one for each element along the last axis, to store through.
+    """An exact affine map with few coefficients, to store an array through.
 
     Attributes:
-      mean, deviation: variables with as many elements as the last axis; no mean for a
-        value that is centered already, or that a norm does not center.
+      mean, deviation: variables with the elements of some of the array's axes; no mean
+        for a value that is centered already, or that a norm does not center.
       inverse: whether `deviation` is one over the deviation.
+      axes: those of the array, in order; along the others the map is constant.
     """
 
     mean: Var | None
     deviation: Var
     inverse: bool
+    axes: tuple[int, ...]
 
     @property
     def statistics(self) -> list[Var]:
@@ -93,7 +95,8 @@ class Normalized:
         return np.promote_types(dtype, np.float32)
 
     def _arrays(self, x: jax.Array, env: Env) -> list[jax.Array]:
-        shape, dtype = (1,) * (x.ndim - 1) + x.shape[-1:], self.stored_dtype(x.dtype)
+        dtype = self.stored_dtype(x.dtype)
+        shape = [n if axis in self.axes else 1 for axis, n in enumerate(x.shape)]
         return [env[v].reshape(shape).astype(dtype) for v in self.statistics]
 
 
@@ -140,7 +143,7 @@ class StoragePlan:
         """Equal for plans for one forward program that are the same."""
         replay = tuple((id(step.eqn), step.side) for step in self.replay)
         normalized = tuple(
-            (v, norm.mean, norm.deviation, norm.inverse)
+            (v, norm.mean, norm.deviation, norm.inverse, norm.axes)
             for v, norm in self.normalized.items()
         )
         decisions = tuple(self.decisions.items())

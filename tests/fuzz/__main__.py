@@ -4,7 +4,6 @@ A program is its seed: `--only SEED ...` judges these again.
 """
 
 import argparse
-import concurrent.futures
 import multiprocessing
 import os
 import sys
@@ -63,15 +62,12 @@ def _verdicts(seeds: list[int], jobs: int, attempts: int) -> Iterator:
         for number, batch in enumerate(batches):
             yield from verdicts(*batch, forget=number % (RENEWED // BATCH) == 0)
         return
-    # Fresh processes forget what they compiled.
-    with concurrent.futures.ProcessPoolExecutor(
-        jobs,
-        mp_context=multiprocessing.get_context("spawn"),
-        max_tasks_per_child=RENEWED // BATCH,
-    ) as pool:
-        tasks = [pool.submit(verdicts, *batch) for batch in batches]
-        for task in concurrent.futures.as_completed(tasks):
-            yield from task.result()
+    # Fresh processes forget what they compiled. Not concurrent.futures: its pool may
+    # stop for ever where all its processes are renewed at once.
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(jobs, maxtasksperchild=RENEWED // BATCH) as pool:
+        for task in [pool.apply_async(verdicts, batch) for batch in batches]:
+            yield from task.get()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,158 @@
+"""Store the normalized value of a normalization, not the raw one.
+
+A group of codes shares one range. Where channels lie inside a group, a channel with a
+small deviation gets the step of the largest, and the channels' means widen the range
+further. The program's own mean and inverse deviation, which are exact, take both out
+before encoding and put them back after decoding; the map is affine, so nothing else
+changes. On a ResNet at 2 bits it halves the variance of the rounding, in units of xhat.
+
+So it is with a norm over a short axis, whose rows share a group: the heads of queries
+and keys, the channels of a GroupNorm. With rows of 16 elements whose scales span a
+factor of 1000 the noise at 8 bits was 15 times the gradient. Statistics that are
+constant inside a group need no such care: its zero point and scale absorb them.
+"""
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, TypeAlias
+
+from jaxact._jaxpr.primitives import CASTS, COPIES
+from jaxact._jaxpr.read import is_literal, variables_in
+from jaxact._jaxpr.types import Atom, Eqn, Jaxpr, Producers, Shape, Var
+from jaxact._plan.storage import Normalized
+
+_DEVIATIONS = {"rsqrt": False, "sqrt": True}  # is it the deviation, or its inverse
+# Operations that leave elements, and their order.
+_RESHAPES = frozenset("broadcast_in_dim reshape squeeze expand_dims".split())
+# Groups of the default size hold one row if it has at least so many elements.
+_LONG_ROW = 128
+
+_Axes: TypeAlias = tuple[int, ...]
+
+
+class _Statistic(NamedTuple):
+    """A value that is broadcast to an array, of which it has these axes."""
+
+    variable: Var
+    axes: _Axes
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Norms:
+    """The normalizations in one program.
+
+    Attributes:
+      users: the equations that read each variable.
+    """
+
+    producers: Producers
+    users: dict[Var, list[Eqn]]
+
+    def normalizing(self, x: Var) -> Normalized | None:
+        """The program's own normalization for `x`, if groups of codes need it."""
+        for centered, means in self._results(x, "sub"):
+            found = self._scaled_by(centered)
+            if found is not None and len(means) == 1 and means[0].axes == found.axes:
+                return dataclasses.replace(found, mean=means[0].variable)
+        return self._scaled_by(x)
+
+    def _scaled_by(self, x: Var) -> Normalized | None:
+        """A map without a mean, by the deviation among the factors of `x`.
+
+        A norm written by hand may multiply with the gain before it divides.
+        """
+        todo = [x]
+        while todo:
+            v = todo.pop()
+            for name in ("mul", "div"):
+                for product, factors in self._results(v, name):
+                    for factor in factors:
+                        found = self._deviation(factor.variable)
+                        if found is not None and _varies(factor.axes, x.aval.shape):
+                            return Normalized(None, *found, factor.axes)
+                    todo.append(product)
+        return None
+
+    def _results(self, x: Var, name: str) -> Iterator[tuple[Var, list[_Statistic]]]:
+        """(result, factors) where `name` combines `x` with a product of statistics."""
+        todo = [x]
+        while todo:
+            v = todo.pop()
+            for eqn in self.users.get(v, ()):
+                if eqn.primitive.name in CASTS | COPIES:
+                    todo.append(eqn.outvars[0])
+                elif eqn.primitive.name == name:
+                    others = [u for u in eqn.invars if u is not v]
+                    if name != "mul" and eqn.invars[0] is not v:
+                        continue  # mean - x, or something / x
+                    for u in variables_in(others):
+                        factors = self._factors(u, x.aval.shape)
+                        if factors is not None:
+                            yield eqn.outvars[0], factors
+
+    def _factors(self, v: Var, shape: Shape) -> list[_Statistic] | None:
+        """The statistics whose product `v` is; None if it is another value.
+
+        Flax multiplies the inverse deviation of rows with a gain by channel first.
+        """
+        statistic = self._statistic(v, shape)
+        if statistic is not None:
+            return [statistic]
+        eqn = self.producers.get(v)
+        if eqn is None or eqn.primitive.name not in CASTS | COPIES | {"mul"}:
+            return None
+        factors: list[_Statistic] = []
+        for u in variables_in(eqn.invars):
+            inside = self._factors(u, shape)
+            if inside is None:
+                return None
+            factors += inside
+        return factors
+
+    def _statistic(self, v: Var, shape: Shape) -> _Statistic | None:
+        """A value with fewer elements than the array that it is broadcast to."""
+        axes: Sequence[int] = range(len(v.aval.shape))  # none of a scalar
+        eqn = self.producers.get(v)
+        if eqn is not None and eqn.primitive.name == "broadcast_in_dim":
+            v, axes = eqn.invars[0], eqn.params["broadcast_dimensions"]
+        if is_literal(v) or v.aval.size >= math.prod(shape):
+            return None
+        sizes = zip(axes, v.aval.shape, strict=True)
+        return _Statistic(v, tuple(axis for axis, n in sizes if n > 1))
+
+    def _deviation(self, factor: Var) -> tuple[Var, bool] | None:
+        """The deviation in a factor, which may hold a gain too, and if it is inverse.
+
+        Flax multiplies rsqrt(variance + epsilon) with the gain first.
+        """
+        todo: list[Atom] = [factor]
+        seen: set[Atom] = set()
+        while todo:
+            v = todo.pop()
+            eqn = None if is_literal(v) else self.producers.get(v)
+            if eqn is None or v in seen or v.aval.size != factor.aval.size:
+                continue
+            seen.add(v)
+            name = eqn.primitive.name
+            if name in _DEVIATIONS:
+                return v, not _DEVIATIONS[name]
+            if name == "mul" or name in _RESHAPES | CASTS | COPIES:
+                todo.extend(eqn.invars)
+        return None
+
+
+def _varies(axes: _Axes, shape: Shape) -> bool:
+    """Whether a statistic with these axes varies inside a group of codes."""
+    constant = math.prod(shape[max(axes, default=-1) + 1 :])
+    return bool(axes) and constant < _LONG_ROW
+
+
+def norms_in(jaxpr: Jaxpr, producers: Producers) -> Norms:
+    """Index `jaxpr` for its normalizations."""
+    users: dict[Var, list[Eqn]] = defaultdict(list)
+    for eqn in jaxpr.eqns:
+        for v in variables_in(eqn.invars):
+            users[v].append(eqn)
+    return Norms(producers, dict(users))

@@ -1,0 +1,110 @@
+"""Norms whose rows share a group of codes, and norms inside of branches."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import linen as nn
+from jax import lax
+
+import jaxact
+from support.programs import relative_error
+
+pytestmark = pytest.mark.unoptimized
+
+# Rows of 16 elements, 16 of which share a group of 256; their scales span 1000.
+SCALES = 10.0 ** jnp.linspace(-1.5, 1.5, 8).reshape(1, 8, 1)
+ROWS = SCALES * jax.random.normal(jax.random.key(0), (16, 8, 16))
+GAIN = 1 + 0.1 * jax.random.normal(jax.random.key(1), (1, 1, 16))
+
+
+def centered(x):
+    return x - x.mean(-1, keepdims=True)
+
+
+def deviation(x):
+    return jnp.sqrt((centered(x) ** 2).mean(-1, keepdims=True) + 1e-6)
+
+
+BY_ROW = {
+    "divided": lambda x: centered(x) / deviation(x) * GAIN,
+    "gain first": lambda x: GAIN * centered(x) * lax.rsqrt(x.var(-1, keepdims=True)),
+    "gain in the factor": lambda x: (
+        centered(x) * (lax.rsqrt(x.var(-1, keepdims=True)) * GAIN)
+    ),
+    "not centered": lambda x: (
+        x * lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6) * GAIN
+    ),
+    "statistics without an axis": lambda x: (
+        (x - x.mean(-1)[..., None]) * lax.rsqrt(x.var(-1))[:, :, None]
+    ),
+    "cast": lambda x: (
+        centered(x) * lax.rsqrt(x.var(-1, keepdims=True)).astype(jnp.float32)
+    ).astype(jnp.bfloat16),
+}
+
+
+def draw_error(f, x, bits=8):
+    """Of one draw's gradient, relative to the gradient."""
+
+    def loss(f):
+        ct = jax.random.normal(jax.random.key(2), f(x).shape)
+        return lambda x: (f(x).astype(jnp.float32) * ct).sum()
+
+    small = jaxact.compress(f, policy=jaxact.Policy(bits), activations="x")
+    return relative_error(jax.grad(loss(small))(x), jax.grad(loss(f))(x))
+
+
+@pytest.mark.parametrize("name", BY_ROW)
+def test_rows_of_any_scale_share_a_group(name):
+    """With one step for all of a group's rows the error was 15 times the gradient."""
+    # A group's range is at most 8 deviations; stochastic rounding errs by half of a
+    # 255th of it, and the gradient has the rounded value times a cotangent's part.
+    assert draw_error(BY_ROW[name], ROWS) < 8 / 255 / 2
+
+
+@pytest.mark.parametrize("norm", [nn.GroupNorm(4), nn.InstanceNorm()], ids=["4", "1"])
+def test_channels_of_any_scale_share_a_group(norm):
+    scales = SCALES.reshape(1, 1, 1, 8)
+    if isinstance(norm, nn.GroupNorm):  # one scale for a group of two channels
+        scales = scales[..., ::2].repeat(2, axis=-1)
+    x = scales * jax.random.normal(jax.random.key(0), (4, 6, 6, 8))
+    variables = norm.init(jax.random.key(1), x)
+    f = lambda x: norm.apply(variables, x)
+    assert draw_error(f, x) < 8 / 255 / 2
+
+
+def test_a_quotient_by_a_statistic_before_a_norm():
+    """The stored quotient has rows of scales that its numerator has not."""
+
+    def f(x):
+        squashed = x / (x.sum(-1, keepdims=True) ** 2 + 1)
+        return BY_ROW["divided"](jax.nn.hard_silu(squashed))
+
+    # The numerator and the slope of the activation are rounded too.
+    assert draw_error(f, jax.random.normal(jax.random.key(0), (4, 8, 16))) < 0.1
+
+
+def norm_of_few(x):
+    rows = x.reshape(*x.shape[:-1], -1, 4)
+    centered = rows - rows.mean(-1, keepdims=True)
+    normalized = centered * lax.rsqrt(rows.var(-1, keepdims=True) + 1e-3)
+    return normalized.reshape(x.shape)
+
+
+def log_of_probabilities(x):
+    return jnp.log(jax.nn.softmax(4 * x) + 1e-9)
+
+
+@pytest.mark.parametrize("f", [BY_ROW["not centered"], norm_of_few])
+def test_statistics_inside_of_a_branch_stay_exact(f):
+    """Rounded, they had errors of 20 to 80 gradients."""
+    inside = lambda x: lax.cond(x[0, 0, 0] > 0, f, f, x * x)
+    x = jax.random.normal(jax.random.key(3), (8, 16, 32))[..., :16]
+    assert draw_error(inside, x) < 8 / 255
+
+
+def test_arguments_near_a_pole_inside_of_a_branch_stay_exact():
+    f = log_of_probabilities
+    inside = lambda x: lax.cond(x[0, 0] > 0, f, f, jnp.sin(x))
+    x = jax.random.normal(jax.random.key(3), (16, 64))
+    assert draw_error(inside, x) < 8 / 255
