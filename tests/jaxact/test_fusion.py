@@ -59,6 +59,9 @@ def normalized(y):
         (lambda w, x: ((x @ w) * (x @ w.T)) ** 2, (1, 2)),  # derivatives, once
         (lambda w, x: (y := x @ w + x, y @ w + y)[1], (2, 0)),  # the next join reads y
         (lambda w, x: (y := checkpoint_name(x @ w + x, "y"), y @ w + y)[1], (2, 0)),
+        (lambda w, x: jax.nn.softmax(x @ w) @ w, (2, 0)),
+        # In memory as bfloat16 alone.
+        (lambda w, x: jax.nn.softmax(x @ w).astype(jnp.bfloat16).sum(), (1, 1)),
     ],
 )
 def test_who_packs(f, expected):
