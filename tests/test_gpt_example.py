@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import jaxact
+from support.programs import assert_same_bits
 from support.variants import thorough
 
 for package in ("flax", "optax", "orbax.checkpoint", "rich"):
@@ -25,13 +26,6 @@ def examples(monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
     with jax.numpy_dtype_promotion("standard"):  # as Flax asks
         yield
-
-
-def same_bits(a, b):
-    return jax.tree.structure(a) == jax.tree.structure(b) and all(
-        x.dtype == y.dtype and np.array_equal(x, y)
-        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    )
 
 
 def dense(p, name):
@@ -109,7 +103,7 @@ def test_a_gpt_resumes_bit_for_bit(tiny, tmp_path):
     shutil.rmtree(folder / "4")
     resumed, again = run()
     assert (began, resumed) == (0, 2)
-    assert same_bits(straight, again)
+    assert_same_bits(straight, again)
     score, text = tiny.score(again.params, ()).split("; it writes:\n")
     assert float(score.split()[2]) < np.log(len(set("[the] quick brown fox jumps ")))
     assert len(text) == 200
@@ -163,7 +157,7 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(loop.Progress, "update", lambda *_, **told: steps.append(told))
     resumed = loop.run(toy(), options("--policy", "acgc", *saved))
     assert len(steps) == 1, "from step 4 on"
-    assert same_bits(straight, resumed)
+    assert_same_bits(straight, resumed)
     printed = capsys.readouterr().out
     assert printed.count("[seen 5]") == printed.count("its table") == 2
     assert "goes on from step 4" in printed

@@ -10,7 +10,7 @@ import pytest
 
 import jaxact
 from jaxact import Exact, Policy
-from support.programs import relative_error, same_bits
+from support.programs import assert_same_bits, relative_error, same_bits
 
 W, X = jnp.ones((64, 64)) / 8, jax.random.normal(jax.random.key(0), (32, 64))
 
@@ -32,8 +32,8 @@ def test_forms_of_use():
     ]
     for form in forms[:-1]:
         assert (form.__name__, form.__doc__) == ("layer", "The docstring.")
-        assert same_bits(form(W, X), layer(W, X))
-    assert same_bits(forms[-1](W, X), layer(W, X, act="sin"))
+        assert_same_bits(form(W, X), layer(W, X))
+    assert_same_bits(forms[-1](W, X), layer(W, X, act="sin"))
 
 
 @pytest.mark.parametrize("activations", [1, -1, "x", (1,), ("x",), [1, "mask"]])
@@ -47,7 +47,7 @@ def test_activations_by_name_or_number(activations, by_name):
         lambda w, x: small(w, x=x) if by_name else small(w, x), W, X
     )
     assert {row.path for row in table.rows if not row.primitive} == {"x"}
-    assert same_bits(call(small), call(layer))
+    assert_same_bits(call(small), call(layer))
 
 
 @pytest.mark.parametrize("activations", ["h", 2, ("x", "h"), -3])
@@ -72,7 +72,7 @@ def test_static_values_and_other_leaves():
     mask = np.arange(64) % 2 == 0
     call = lambda f: f(W, X, 2.0, act="sin", mask=mask[None])
     small = jaxact.compress(layer, activations=("x", "mask"), policy=Policy(bits=8))
-    assert same_bits(call(small), call(layer))
+    assert_same_bits(call(small), call(layer))
     gradient = lambda f: jax.grad(lambda w: f(w, X, act="sin", mask=mask[None]).sum())(
         W
     )
@@ -103,9 +103,9 @@ def test_rounding_key():
         lambda key: jax.grad(lambda w: small(w, X, rounding_key=key).sum())(W)
     )
     a, b = gradient(jax.random.key(0)), gradient(jax.random.key(1))
-    assert same_bits(a, gradient(jax.random.key(0)))
+    assert_same_bits(a, gradient(jax.random.key(0)))
     assert not same_bits(a, b)
-    assert same_bits(a, gradient(jax.random.PRNGKey(0)))
+    assert_same_bits(a, gradient(jax.random.PRNGKey(0)))
     with pytest.raises(TypeError, match="PRNG key is required"):
         small(W, X, rounding_key=3)
 
@@ -180,7 +180,7 @@ def test_odd_shapes(shape):
 def test_a_residual_that_is_also_an_output():
     small = jaxact.compress(jnp.exp, policy=Policy(bits=8))
     y, vjp = jax.vjp(small, X)
-    assert same_bits(y, jnp.exp(X))
+    assert_same_bits(y, jnp.exp(X))
     assert relative_error(vjp(jnp.ones_like(y))[0], y) < 0.02
 
 
@@ -232,7 +232,7 @@ def test_classes_of_no_module_library_are_refused(kind, options):
 
 @pytest.mark.parametrize("kind", [Layer, PytreeLayer])
 def test_a_decorated_call_of_any_class(kind):
-    assert same_bits(kind(W)(X), jnp.tanh(X @ W))
+    assert_same_bits(kind(W)(X), jnp.tanh(X @ W))
     table = jaxact.residuals(lambda w, x: kind(w)(x), W, X)
     # The weight is referenced; x and the derivative of tanh are stored.
     assert [row.action for row in table.rows] == [jaxact.Quantize(2)] * 2
@@ -274,7 +274,7 @@ def test_an_allocation_is_no_policy():
 def test_a_scalar_cotangent(policy, cotangent):
     small = jaxact.compress(lambda x: jnp.sin(x).sum(), policy=policy)
     _, vjp = jax.vjp(small, X)
-    assert same_bits(vjp(cotangent)[0], vjp(jnp.float32(1))[0])
+    assert_same_bits(vjp(cotangent)[0], vjp(jnp.float32(1))[0])
 
 
 def standardized(x):
@@ -288,7 +288,7 @@ def test_debug_nans_passes_over_constants_and_finds_results(policy):
     wrong = jaxact.compress(lambda x: jnp.log(x - 100), policy=policy)
     with jax.debug_nans(True):
         jax.grad(lambda x: jnp.square(small(x)).sum())(X)
-        assert same_bits(small(X), standardized(X))
+        assert_same_bits(small(X), standardized(X))
         with pytest.raises(FloatingPointError):
             wrong(X)
         with pytest.raises(FloatingPointError):

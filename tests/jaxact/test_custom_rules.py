@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxact
 from jaxact import Exact, Policy, Rule
-from support.programs import same_bits
+from support.programs import assert_same_bits
 
 pytestmark = pytest.mark.unoptimized
 
@@ -103,7 +103,7 @@ def test_custom_rules_inside_are_kept(transform, f, extra):
     small = jaxact.compress(f, policy=EXACT, activations="x")
     outer = lambda f: lambda x, extra: transform(f)(x, extra).sum()
     x = X.reshape(4, -1, D)
-    assert same_bits(
+    assert_same_bits(
         jax.jit(transform(small))(x, extra), jax.jit(transform(f))(x, extra)
     )
     got, want = (jax.jit(jax.grad(outer(g)))(x, extra) for g in (small, f))

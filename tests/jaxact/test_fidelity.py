@@ -8,7 +8,7 @@ import jaxact
 from jaxact import Exact, Policy, Quantize, Rule
 from jaxact._policy import SMALL_PART, small_size
 from support import blocks
-from support.programs import relative_error, same_bits
+from support.programs import assert_same_bits, relative_error
 
 pytestmark = [
     pytest.mark.unoptimized,
@@ -334,7 +334,7 @@ def test_an_equation_without_results_is_no_statistic():
 
     small = jaxact.compress(printing, policy=Policy(8), activations="x")
     w = jnp.eye(D)
-    assert same_bits(jax.jit(small)(w, X), jax.jit(printing)(w, X))
+    assert_same_bits(jax.jit(small)(w, X), jax.jit(printing)(w, X))
     jax.grad(lambda w: small(w, X).sum())(w)
 
 

@@ -11,7 +11,7 @@ from jaxact import Policy, Quantize
 from jaxact._jaxpr.compat import open_jaxpr, scan_counts
 from jaxact._jaxpr.opaque import opaque
 from jaxact._jaxpr.read import call_body
-from support.programs import same_bits
+from support.programs import assert_same_bits
 
 X = jnp.linspace(-2.0, 2.0, 48).reshape(3, 16)
 WIDTH, BATCH, DEPTH = 32, 64, 3
@@ -34,9 +34,9 @@ each_function = pytest.mark.parametrize("f", [codes, scale])
 
 @each_function
 def test_values_are_those_of_the_function(f):
-    assert same_bits(opaque(f, X, SEED), f(X, SEED))
+    assert_same_bits(opaque(f, X, SEED), f(X, SEED))
     hidden = jax.jit(lambda x, seed: opaque(f, x, seed))
-    assert same_bits(hidden(X, SEED), jax.jit(f)(X, SEED))
+    assert_same_bits(hidden(X, SEED), jax.jit(f)(X, SEED))
 
 
 @each_function
@@ -48,8 +48,8 @@ def test_it_is_one_equation(f):
 def test_constants_are_inputs_of_the_equation():
     table = jnp.asarray(np.random.default_rng(0).normal(size=X.shape), jnp.float32)
     f = lambda x: x * table
-    assert same_bits(opaque(f, X), f(X))
-    assert same_bits(jax.jit(lambda x: opaque(f, x))(X), jax.jit(f)(X))
+    assert_same_bits(opaque(f, X), f(X))
+    assert_same_bits(jax.jit(lambda x: opaque(f, x))(X), jax.jit(f)(X))
     jaxpr = jax.make_jaxpr(lambda x: opaque(f, x))(X)
     body, _ = open_jaxpr(jaxpr.eqns[-1].params["jaxpr"])
     assert not body.constvars
@@ -64,7 +64,7 @@ def test_vmap_is_a_loop(f, axes):
     loop = [f(pick(stacked, axes[0], i), pick(seeds, axes[1], i)) for i in range(2)]
     want = jax.tree.map(lambda *leaves: jnp.stack(leaves), *loop)
     got = jax.vmap(lambda x, seed: opaque(f, x, seed), axes)(stacked, seeds)
-    assert same_bits(got, want)
+    assert_same_bits(got, want)
 
 
 def test_vmap_stays_one_equation():

@@ -10,7 +10,7 @@ from jax import lax
 
 import jaxact
 from jaxact import Bitmask, Exact, Policy
-from support.programs import same_bits
+from support.programs import assert_same_bits
 
 pytestmark = [
     pytest.mark.unoptimized,
@@ -84,7 +84,7 @@ def gradients(name):
 def test_gradients_are_those_of_jax(name):
     small, plain = gradients(name)
     x, ct = data(name)
-    assert same_bits(small(x, ct), plain(x, ct))
+    assert_same_bits(small(x, ct), plain(x, ct))
 
 
 FEW = ["2 x 2", "3 x 3 every 2"]
@@ -96,7 +96,7 @@ def test_gradients_of_special_values(name, values):
     """The first maximum of a window is the one, also of equal and infinite ones."""
     small, plain = gradients(name)
     x, ct = data(name, values)
-    assert same_bits(small(x, ct), plain(x, ct))
+    assert_same_bits(small(x, ct), plain(x, ct))
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -105,7 +105,7 @@ def test_nan_stays_in_its_windows(name):
     x, ct = data(name)
     got, want = small(x.at[0, 0, 0].set(jnp.nan), ct), plain(x, ct)
     assert jnp.isfinite(got).all()
-    assert same_bits(got[1], want[1])
+    assert_same_bits(got[1], want[1])
 
 
 @each_pool
@@ -162,7 +162,7 @@ def test_a_dilated_window_is_left_to_jax():
         )
 
     x, _ = data("2 x 2")
-    assert same_bits(jax.jit(compress(f))(x), jax.jit(f)(x))
+    assert_same_bits(jax.jit(compress(f))(x), jax.jit(f)(x))
 
 
 @pytest.mark.parametrize("outside", [True, False])
@@ -170,7 +170,7 @@ def test_vmap_is_a_loop(outside):
     one = lambda x: pool_of("2 x 2")(x[None])[0]
     small = jax.vmap(compress(one)) if outside else compress(jax.vmap(one))
     x, ct = data("2 x 2")
-    assert same_bits(gradient(small)(x, ct), gradients("2 x 2")[1](x, ct))
+    assert_same_bits(gradient(small)(x, ct), gradients("2 x 2")[1](x, ct))
 
 
 def test_inside_a_scan_and_a_checkpoint():
@@ -181,6 +181,6 @@ def test_inside_a_scan_and_a_checkpoint():
 
     cts = jnp.stack([ct, ct])
     want = gradient(stacked(f))(x, cts)
-    assert same_bits(gradient(compress(stacked(f)))(x, cts), want)
+    assert_same_bits(gradient(compress(stacked(f)))(x, cts), want)
     inside = stacked(jax.checkpoint(compress(f)))
-    assert same_bits(gradient(inside)(x, cts), want)
+    assert_same_bits(gradient(inside)(x, cts), want)

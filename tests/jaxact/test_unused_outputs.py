@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 import jaxact
 from jaxact import Policy
 from support.gpu_target import needs_target
-from support.programs import same_bits
+from support.programs import assert_same_bits
 
 LAYERS, WIDTH, ROWS = 4, 64, 128
 
@@ -92,7 +92,7 @@ def test_gradients_are_those_of_zero_cotangents(block, policy):
         return pullback((out[0], *map(cotangent, out[1:])))
 
     # Not jitted: in another program the compiler may order a sum in another way.
-    assert same_bits(unused(p, x), zeros(p, x, jnp.float32(0)))
+    assert_same_bits(unused(p, x), zeros(p, x, jnp.float32(0)))
 
 
 def test_an_argument_of_unused_outputs_alone_has_a_zero_gradient():

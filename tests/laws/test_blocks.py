@@ -11,7 +11,7 @@ import pytest
 import jaxact
 from jaxact import Bitmask, Exact, Policy, Quantize, Rule
 from support.blocks import BLOCKS, each_block
-from support.programs import relative_error, same_bits
+from support.programs import assert_same_bits, relative_error
 from support.variants import thorough
 
 # A node's stored value is both what is mixed and what the weights are computed from, so
@@ -109,7 +109,7 @@ def test_outputs_keep_their_bits_and_exact_gradients_their_value(block):
 
     # Fusions may contract a * b + c; without them every operation is the same one.
     outputs, gradients = jax.jit(both, compiler_options=LEVEL0)(args)
-    assert same_bits(*outputs)
+    assert_same_bits(*outputs)
     # A cell multiplies slopes in another order than JAX: some roundings for each of up
     # to twenty equations, in sums over thousands of elements; of 2**-8 in bfloat16.
     bound = 2.0**-6 if block.name == "norms_in_float32" else 1e-5

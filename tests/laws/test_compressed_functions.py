@@ -10,7 +10,14 @@ from jax import checkpoint_policies as save
 
 import jaxact
 from jaxact import Exact, Offload, Policy, Quantize, Rule
-from support.programs import PROGRAMS, each_program, relative_error, same_bits, scalar
+from support.programs import (
+    PROGRAMS,
+    assert_same_bits,
+    each_program,
+    relative_error,
+    same_bits,
+    scalar,
+)
 
 POLICIES = {
     "8 bits": Policy(bits=8),
@@ -60,9 +67,9 @@ def test_forward_is_bit_identical(program, policy):
     small = jaxact.compress(program.f, policy=policy, activations="x")
     got, of_vjp = forward(small, program.arguments())
     wanted, of_plain_vjp = plain_forward(program.name)
-    assert same_bits(got, wanted)
+    assert_same_bits(got, wanted)
     if policy.recompute is None:
-        assert same_bits(of_vjp, of_plain_vjp)
+        assert_same_bits(of_vjp, of_plain_vjp)
     else:
         # What a checkpoint keeps bounds XLA's fusions, which contract a * b + c: the
         # program is the same, op by op, and a fused sum may differ in its last bits.
@@ -73,9 +80,9 @@ def test_forward_is_bit_identical(program, policy):
 def test_eager_forward_is_bit_identical(program):
     args = program.arguments()
     small = jaxact.compress(program.f, policy=Policy(bits=2), activations="x")
-    assert same_bits(small(*args), program.f(*args))
+    assert_same_bits(small(*args), program.f(*args))
     plain = op_by_op(program.f, args)
-    assert same_bits(jax.vjp(small, *args)[0], jax.vjp(plain, *args)[0])
+    assert_same_bits(jax.vjp(small, *args)[0], jax.vjp(plain, *args)[0])
 
 
 @pytest.mark.parametrize("activation", [jax.nn.squareplus, jax.nn.mish, jax.nn.gelu])
@@ -86,7 +93,7 @@ def test_eager_forward_of_jitted_functions_is_bit_identical(activation):
     keys = jax.random.split(jax.random.key(3))
     args = jax.random.normal(keys[0], (64, 64)), jax.random.normal(keys[1], (64, 64))
     small = jaxact.compress(f, activations="x")
-    assert same_bits(jax.vjp(small, *args)[0], f(*args))
+    assert_same_bits(jax.vjp(small, *args)[0], f(*args))
 
 
 @each_program
@@ -94,11 +101,11 @@ def test_exact_gradients_are_bit_identical(program):
     args = program.arguments()
     small = jaxact.compress(program.f, policy=Policy(default=Exact()), activations="x")
     gradient = lambda f: jax.grad(scalar(f), (0, 1))
-    assert same_bits(
+    assert_same_bits(
         jax.jit(gradient(small))(*args), jax.jit(gradient(program.f))(*args)
     )
     plain = op_by_op(program.f, args)
-    assert same_bits(gradient(small)(*args), gradient(plain)(*args))
+    assert_same_bits(gradient(small)(*args), gradient(plain)(*args))
 
 
 @pytest.mark.unoptimized
@@ -118,10 +125,10 @@ def test_gradients_repeat_to_the_bit(program):
     args = program.arguments()
     small = jaxact.compress(program.f, policy=Policy(bits=2), activations="x")
     step = jax.jit(jax.grad(scalar(small)))
-    assert same_bits(step(*args), step(*args))
+    assert_same_bits(step(*args), step(*args))
     key = jax.random.key(3)
     keyed = jax.jit(jax.grad(lambda p, x: scalar(small)(p, x, rounding_key=key)))
-    assert same_bits(keyed(*args), keyed(*args))
+    assert_same_bits(keyed(*args), keyed(*args))
     assert not same_bits(step(*args), keyed(*args))
 
 

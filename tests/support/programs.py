@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -139,6 +140,11 @@ def scalar(f):
         return sum(jnp.sin(y).mean() + (y**2).mean() for y in floats)
 
     return loss
+
+
+def assert_same_bits(a, b):
+    """Pytrees with one structure, equal in dtype, shape and every value."""
+    chex.assert_trees_all_equal(a, b, strict=True)
 
 
 def same_bits(a, b):
