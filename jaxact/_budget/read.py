@@ -20,6 +20,7 @@ from jaxact._decision import Decision
 from jaxact._engine.warnings import CompressionWarning
 from jaxact._jaxpr.labels import module_path, visible
 from jaxact._jaxpr.primitives import ELEMENTWISE
+from jaxact._jaxpr.read import variables_in
 from jaxact._jaxpr.types import Jaxpr
 from jaxact._memory.compiling import trace
 from jaxact._memory.targets import Gpu
@@ -47,6 +48,9 @@ _INSIDE_BITS = (None, 4, 2, 1)
 # a decoded array and a gradient, and writes another. ResNet-50's third block takes 3.7,
 # ViT-B's blocks 2.5.
 _WORKSPACE = 4
+# Results of elementwise operations that exist besides when these are computed again: an
+# activation function's input and its value, in ViT-B's blocks.
+_REPLAYED = 2
 
 
 @dataclasses.dataclass
@@ -214,12 +218,14 @@ class _Reader:
 
     def _workspace(self, key: str) -> int:
         """Bytes of one call's arrays that exist while it is differentiated."""
-        decisions = self._traced.calls[key].decisions
-        sizes = [
-            row.exact_bytes // _copies(decisions[row.key].residual, row)
-            for row in self._traced.rows.get(key, [])
-        ]
+        rows = self._traced.rows.get(key, [])
+        sizes = [self._bytes_of_one(key, row) for row in rows]
         return _WORKSPACE * max(sizes, default=0)
+
+    def _bytes_of_one(self, key: str, row: ResidualRow) -> int:
+        """Exact bytes of one of the arrays that a row is the sum of."""
+        decision = self._traced.calls[key].decisions[row.key]
+        return row.exact_bytes // _copies(decision.residual, row)
 
     def elementwise(
         self, key: str, fused: _Trace, rules: Sequence[Rule]
@@ -233,10 +239,11 @@ class _Reader:
         kept = {row.key for row in after}
         own = {row.key for row in before} - kept
         rows, fixed = self._rows(key, fused)
-        replayed = size([row for row in before if row.key in own])
-        time = 2 * replayed / self._gpu.bytes_per_second / self.seconds
+        replayed = [row for row in before if row.key in own]
+        time = 2 * size(replayed) / self._gpu.bytes_per_second / self.seconds
         mine = tuple(rule for rule in rules if rule.key in own)
-        workspace = self._workspace(key)
+        largest = max((self._bytes_of_one(key, row) for row in replayed), default=0)
+        workspace = self._workspace(key) + _REPLAYED * largest
         return [Variant("elementwise", rows, fixed, workspace, time, rules=mine)]
 
     def checkpoints(self, key: str, again: _Trace) -> list[Variant]:
@@ -345,23 +352,27 @@ def _copies(residual: Residual, row: ResidualRow) -> int:
 
 
 def _gradient_bytes(traced: _Trace) -> dict[str, int]:
-    """Arrays that backward makes with the type of an argument, each once, by call.
+    """Gradients of arguments, by call: the results of backward with an argument's type.
 
-    The key '' is for those of no call, and for calls that share a path.
+    A result is read after backward, by an optimizer, or returned. The key '' is for
+    those of no call, and for calls that share a path.
     """
     kind = lambda v: (tuple(v.aval.shape), v.aval.dtype)
-    left = collections.Counter(kind(v) for v in traced.program.invars)
+    program = traced.program
+    arguments = {kind(v) for v in program.invars}
+    stacks = [str(eqn.source_info.name_stack) for eqn in program.eqns]
+    pairs = list(zip(program.eqns, ("transpose(" in s for s in stacks), strict=True))
+    read = set(variables_in(program.outvars))
+    read.update(*(variables_in(e.invars) for e, is_backward in pairs if not is_backward))
     shared = {key.partition("@")[0] for key in traced.calls if "@" in key}
     paths = sorted(traced.calls.keys() - shared - {""}, key=len, reverse=True)
     found: dict[str, int] = collections.defaultdict(int)
-    for eqn in traced.program.eqns:
-        stack = str(eqn.source_info.name_stack)
-        if "transpose(" not in stack:
+    for (eqn, is_backward), stack in zip(pairs, stacks, strict=True):
+        if not is_backward:
             continue
         path = visible(module_path(stack))
         owner = next((key for key in paths if is_within(path, key)), "")
         for v in eqn.outvars:
-            if hasattr(v.aval, "dtype") and left[kind(v)] > 0:
-                left[kind(v)] -= 1
+            if v in read and kind(v) in arguments:
                 found[owner] += v.aval.size * v.aval.dtype.itemsize
     return found

@@ -43,10 +43,15 @@ _Backward: TypeAlias = tuple[list[jax.Array], Probe]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Passes:
-    """The passes of the calls that are stored as a plan says."""
+    """The passes of the calls that are stored as a plan says.
+
+    Attributes:
+      is_ordered: whether the backward pass goes part by part, see `ordered.py`.
+    """
 
     plan: StoragePlan
     storage: Storage
+    is_ordered: bool = False
 
     def forward(
         self, seed: Array, settings: Probe, inputs: Sequence[Array]
@@ -166,7 +171,15 @@ class Passes:
             cotangents = [
                 next(arrays) if aval is None else SymbolicZero(aval) for aval in zeros
             ]
-        return backward_pass(self.plan, self.storage, keys, packed, kept, cotangents)
+        return backward_pass(
+            self.plan,
+            self.storage,
+            keys,
+            packed,
+            kept,
+            cotangents,
+            is_ordered=self.is_ordered,
+        )
 
 
 def _can_jit(values: PyTree) -> bool:
