@@ -363,7 +363,9 @@ def _gradient_bytes(traced: _Trace) -> dict[str, int]:
     stacks = [str(eqn.source_info.name_stack) for eqn in program.eqns]
     pairs = list(zip(program.eqns, ("transpose(" in s for s in stacks), strict=True))
     read = set(variables_in(program.outvars))
-    read.update(*(variables_in(e.invars) for e, is_backward in pairs if not is_backward))
+    read.update(
+        *(variables_in(e.invars) for e, is_backward in pairs if not is_backward)
+    )
     shared = {key.partition("@")[0] for key in traced.calls if "@" in key}
     paths = sorted(traced.calls.keys() - shared - {""}, key=len, reverse=True)
     found: dict[str, int] = collections.defaultdict(int)

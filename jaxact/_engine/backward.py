@@ -157,7 +157,9 @@ def _ordered(
     cotangents: list[jax.Array],
 ) -> list[jax.Array]:
     """The gradients, computed one after another."""
-    floating = [i for i, c in enumerate(cotangents) if jnp.issubdtype(c.dtype, jnp.inexact)]
+    floating = [
+        i for i, c in enumerate(cotangents) if jnp.issubdtype(c.dtype, jnp.inexact)
+    ]
 
     def run(packed: Sequence[PyTree], arrays: list[jax.Array]) -> list[jax.Array]:
         every = list(cotangents)
@@ -167,7 +169,9 @@ def _ordered(
         own = [dataclasses.replace(r, arrays=arrays) for r, arrays in pairs]
         return program([_decoded(storage, r) for r in own], every)
 
-    return in_order(run, [r.arrays for r in residuals], [cotangents[i] for i in floating])
+    return in_order(
+        run, [r.arrays for r in residuals], [cotangents[i] for i in floating]
+    )
 
 
 def _packed(v: Var, arrays: PyTree, plan: StoragePlan, keys: Collection[str]) -> Packed:

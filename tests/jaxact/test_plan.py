@@ -322,3 +322,24 @@ def test_memory_over_the_calls_of_a_step():
         left -= gradient
     assert exact.live_bytes == max(moments)
     assert left == 0
+
+
+def test_gradients_are_counted_once():
+    """Not the optimizer's state, and not the two terms of a weight that is used twice."""
+    small = compressed(lambda w, x: jnp.tanh(x @ w))
+
+    def loss(ws, x):
+        return (small(ws["twice"], small(ws["twice"], x)) @ ws["once"]).sum()
+
+    def step(ws, mean, square, x):
+        gradient = jax.grad(loss)(ws, x)
+        mean = jax.tree.map(lambda m, g: m + g, mean, gradient)
+        square = jax.tree.map(lambda s, g: s + g**2, square, gradient)
+        update = lambda w, m, s: w - m * jax.lax.rsqrt(s)
+        return jax.tree.map(update, ws, mean, square), mean, square
+
+    of = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    ws = {"twice": of((64, 64)), "once": of((64, 32))}
+    read = Step(step, (ws, ws, ws, of((512, 64))), {})
+    problem = read_problem(read, Policy(), WIDTHS, gpu_of("h100"), None)
+    assert problem.gradient_bytes == 4 * (64 * 64 + 64 * 32)

@@ -79,3 +79,20 @@ def test_a_checkpointed_call_ends_one_weight_before_it_starts_the_next():
 
     assert list(parts(jaxact.Checkpoint())) == [{"bfloat16", "uint32"}]
     assert not list(parts(None))
+
+
+def test_a_checkpointed_call_casts_its_weights_when_its_input_is_there():
+    """Else XLA casts those of all layers before the first one runs."""
+
+    def together(recompute):
+        policy = jaxact.Policy(2, recompute=recompute)
+        f = lambda w, x: jnp.tanh(x @ w.astype(x.dtype))
+        layer = jaxact.compress(f, policy=policy, activations="x")
+        step = jax.grad(lambda w, x: layer(w, x).astype(jnp.float32).sum())
+        for eqn in equations(open_jaxpr(jax.make_jaxpr(step)(W, X))[0]):
+            if eqn.primitive.name == "optimization_barrier":
+                yield {(v.aval.shape, v.aval.dtype) for v in eqn.outvars}
+
+    both = {(W.shape, W.dtype), (X.shape, X.dtype)}
+    assert both in together(jaxact.Checkpoint())
+    assert both not in together(None)
