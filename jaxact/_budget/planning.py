@@ -17,17 +17,16 @@ from jaxact._budget.frontier import (
     Frontier,
     FrontierPoint,
 )
+from jaxact._budget.infeasible import message
 from jaxact._budget.plan import Plan, Trial, budgeted
-from jaxact._budget.problem import Problem
 from jaxact._budget.read import Step, read_problem
 from jaxact._budget.search import Search
 from jaxact._budget.size import parsed
 from jaxact._budget.solve import solve
 from jaxact._codec import Action
-from jaxact._memory import memory
+from jaxact._memory import live, memory
 from jaxact._memory.targets import gpu_of
 from jaxact._policy import Policy
-from jaxact._tabular import bytes_text
 from jaxact._time.flops import flops_of
 
 # The rates by which times are estimated where the step is for the local backend.
@@ -91,7 +90,8 @@ def plan(
 
     Raises:
       TypeError, ValueError: a wrong argument; no compressed call in the step; a budget
-        that no policy was found for, with the smallest compiled step.
+        that no policy was found for, with the smallest compiled step and its memory
+        at the fullest moment, for which it is compiled once more.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxact
@@ -127,7 +127,11 @@ def plan(
             raise
     best = search.best(limit)
     if best is None:
-        raise ValueError(_infeasible(search, limit, budget))
+        found = search.under(
+            search.smallest().policy,
+            functools.partial(live, step, *args, target=target, **kwargs),
+        )
+        raise ValueError(message(search, limit, budget, found))
     usual: list[FrontierPoint] = []
     if baselines:
         search.uncompressed()
@@ -222,46 +226,3 @@ def _check(
             f"jaxact.plan(actions={actions!r}): a sequence of actions is required, "
             "such as [jaxact.Quantize(4), jaxact.Quantize(2)]."
         )
-
-
-def _infeasible(search: Search, limit: int, budget: object) -> str:
-    """The message of a budget that is too small."""
-    smallest = search.smallest()
-    taken = budgeted(smallest.memory, search.of)
-    stored = smallest.stored_bytes or 0
-    arguments = taken - smallest.memory.temp_bytes
-    gradients = min(search.problem.gradient_bytes, taken - stored - arguments)
-    split = {
-        "residuals": stored,
-        "gradients": gradients,
-        "arguments and results": arguments,
-        "workspace": taken - stored - gradients - arguments,
-    }
-    parts = ", ".join(f"{name} {bytes_text(n)}" for name, n in split.items() if n)
-    bounds = ""
-    if math.isfinite(min(search.slowdown, search.noise)):
-        bounds = "; allow more slowdown or noise"
-    return (
-        f"jaxact.plan(budget={budget!r}), {bytes_text(limit)}: no policy was found for "
-        f"it; compiled steps: {len(search.trials)}. The smallest takes "
-        f"{bytes_text(taken)} ({parts}), on {smallest.memory.device}. "
-        f"{_advice(search.problem, split)}{bounds}."
-    )
-
-
-def _advice(problem: Problem, split: dict[str, int]) -> str:
-    largest = max(split, key=lambda name: split[name])
-    if largest == "residuals" and 2 * problem.outside_bytes > split["residuals"]:
-        return (
-            f"{bytes_text(problem.outside_bytes)} of residuals are in no compressed "
-            "call: compress these layers too"
-        )
-    return {
-        "residuals": "Take a smaller batch, see jaxact.max_batch",
-        "gradients": "Donate the step's arguments, and accumulate into the optimizer's "
-        "state, layer by layer",
-        "arguments and results": "Donate the step's arguments (donate_argnums), or "
-        "give a budget of='temp'",
-        "workspace": "Take a smaller batch, or compute the loss in chunks; jaxact.live "
-        "lists the arrays at the peak",
-    }[largest]

@@ -10,6 +10,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Callable
+from typing import TypeVar
 
 from jaxact._budget.frontier import UNCOMPRESSED
 from jaxact._budget.plan import Trial, budgeted, planned_rows
@@ -21,6 +22,8 @@ from jaxact._memory import Memory
 from jaxact._policy import Policy, Rule
 from jaxact._recompute import Checkpoint
 from jaxact._using import Override, overriding
+
+T = TypeVar("T")
 
 # Compiled steps, without that of a ratio's whole.
 MOST_COMPILES = 4
@@ -200,9 +203,13 @@ class Search:
 
     def memory_of(self, policy: Policy) -> Memory:
         """The step compiled under a policy."""
+        return self.under(policy, self.compiled)
+
+    def under(self, policy: Policy, look: Callable[[], T]) -> T:
+        """The result of a function that traces the step, under a policy."""
         with overriding(Override(policy)), warnings.catch_warnings():
             warnings.simplefilter("ignore", CompressionWarning)
-            return self.compiled()
+            return look()
 
 
 def policy_of(solution: Solution, base: Policy) -> Policy:

@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -161,6 +162,13 @@ def test_a_budget_that_is_too_small():
     text = str(error.value)
     for part in ("9.766 KiB", "The smallest takes", "residuals", "gradients", "on cpu"):
         assert part in text
+    sizes = {"KiB": 2**10, "MiB": 2**20}
+    taken, *parts = (
+        float(number) * sizes[unit]
+        for number, unit in re.findall(r"([\d.]+) ([KM]iB)(?=[ ,)])", text)
+    )
+    assert len(parts) == 3  # residuals, gradients, workspace
+    assert sum(parts) == pytest.approx(taken, rel=1e-3)  # of four digits each
 
 
 def test_bounds_on_time_and_noise(plans):
@@ -325,7 +333,7 @@ def test_memory_over_the_calls_of_a_step():
 
 
 def test_gradients_are_counted_once():
-    """Not the optimizer's state, and not the two terms of a weight that is used twice."""
+    """Not the optimizer's state, nor both terms of a weight that is used twice."""
     small = compressed(lambda w, x: jnp.tanh(x @ w))
 
     def loss(ws, x):
