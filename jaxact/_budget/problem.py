@@ -91,7 +91,7 @@ class Call:
     """A compressed call, by its key, and the ways to keep its residuals.
 
     Attributes:
-      gradient_bytes: gradients of its parameters.
+      gradient_bytes: gradients of its parameters that are kept, see `gradients.py`.
     """
 
     key: str
@@ -107,7 +107,7 @@ class Problem:
       calls: in the order of the forward pass.
       outside_bytes: residuals of no compressed call.
       exact_bytes: residuals before they are stored.
-      gradient_bytes: arrays of backward with the type of an argument, of calls or not.
+      gradient_bytes: kept gradients, of calls or not.
       seconds: of the uncompressed step, by its operations and bytes.
       is_measured: whether the noise was measured; else it is assumed.
       flops_per_second: that the step reaches.

@@ -14,13 +14,13 @@ from typing import Any
 
 from jaxact._bits.cost import Sensitivity
 from jaxact._budget import candidates
+from jaxact._budget.gradients import gradient_bytes
+from jaxact._budget.inside import largest_recomputed
 from jaxact._budget.problem import Call, Option, Problem, Row, Variant, undominated
 from jaxact._codec import Action, Bias, Exact, Recompute
 from jaxact._decision import Decision
 from jaxact._engine.warnings import CompressionWarning
-from jaxact._jaxpr.labels import module_path, visible
 from jaxact._jaxpr.primitives import ELEMENTWISE
-from jaxact._jaxpr.read import variables_in
 from jaxact._jaxpr.types import Jaxpr
 from jaxact._memory.compiling import trace
 from jaxact._memory.targets import Gpu
@@ -28,7 +28,7 @@ from jaxact._policy import Policy, Rule
 from jaxact._recompute import Checkpoint, call_key
 from jaxact._report.step import step_program, step_residuals
 from jaxact._report.table import ResidualRow
-from jaxact._residual import Residual, is_within
+from jaxact._residual import Residual
 from jaxact._time.flops import flops_of
 from jaxact._using import Override, overriding
 
@@ -48,6 +48,9 @@ _INSIDE_BITS = (None, 4, 2, 1)
 # a decoded array and a gradient, and writes another. ResNet-50's third block takes 3.7,
 # ViT-B's blocks 2.5.
 _WORKSPACE = 4
+# The same over the largest product in a checkpoint inside the call: attention's weights
+# are computed again, and two cotangents of that size from them.
+_RECOMPUTED = 3
 # Results of elementwise operations that exist besides when these are computed again: an
 # activation function's input and its value, in ViT-B's blocks.
 _REPLAYED = 2
@@ -59,10 +62,13 @@ class _Heard:
 
     Attributes:
       flops: of its forward pass, once.
+      inside: bytes of the largest product in a checkpoint of its own, such as
+        attention's scores.
     """
 
     decisions: dict[str, Decision] = dataclasses.field(default_factory=dict)
     flops: int = 0
+    inside: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +104,7 @@ class Step:
             for d in decisions:
                 heard.decisions.setdefault(d.residual.key, d)
             heard.flops = max(heard.flops, flops_of(program))
+            heard.inside = max(heard.inside, largest_recomputed(program))
 
         with overriding(Override(policy, hear)), warnings.catch_warnings():
             warnings.simplefilter("ignore", CompressionWarning)
@@ -145,7 +152,7 @@ def read_problem(
         rules = (*base.rules, *elementwise)
         fused = step.traced(dataclasses.replace(base, rules=rules))
     calls = []
-    gradients = _gradient_bytes(stored)
+    gradients = gradient_bytes(stored.program, list(stored.calls))
     for key in stored.calls:
         variants = [reader.stored(key)]
         if fused is not None and elementwise:
@@ -220,7 +227,8 @@ class _Reader:
         """Bytes of one call's arrays that exist while it is differentiated."""
         rows = self._traced.rows.get(key, [])
         sizes = [self._bytes_of_one(key, row) for row in rows]
-        return _WORKSPACE * max(sizes, default=0)
+        inside = self._traced.calls[key].inside
+        return max(_WORKSPACE * max(sizes, default=0), _RECOMPUTED * inside)
 
     def _bytes_of_one(self, key: str, row: ResidualRow) -> int:
         """Exact bytes of one of the arrays that a row is the sum of."""
@@ -349,32 +357,3 @@ def _copies(residual: Residual, row: ResidualRow) -> int:
     """How many arrays a row is the sum of."""
     one = max(1, math.prod(residual.shape)) * residual.dtype.itemsize
     return max(1, row.exact_bytes // one)
-
-
-def _gradient_bytes(traced: _Trace) -> dict[str, int]:
-    """Gradients of arguments, by call: the results of backward with an argument's type.
-
-    A result is read after backward, by an optimizer, or returned. The key '' is for
-    those of no call, and for calls that share a path.
-    """
-    kind = lambda v: (tuple(v.aval.shape), v.aval.dtype)
-    program = traced.program
-    arguments = {kind(v) for v in program.invars}
-    stacks = [str(eqn.source_info.name_stack) for eqn in program.eqns]
-    pairs = list(zip(program.eqns, ("transpose(" in s for s in stacks), strict=True))
-    read = set(variables_in(program.outvars))
-    read.update(
-        *(variables_in(e.invars) for e, is_backward in pairs if not is_backward)
-    )
-    shared = {key.partition("@")[0] for key in traced.calls if "@" in key}
-    paths = sorted(traced.calls.keys() - shared - {""}, key=len, reverse=True)
-    found: dict[str, int] = collections.defaultdict(int)
-    for (eqn, is_backward), stack in zip(pairs, stacks, strict=True):
-        if not is_backward:
-            continue
-        path = visible(module_path(stack))
-        owner = next((key for key in paths if is_within(path, key)), "")
-        for v in eqn.outvars:
-            if v in read and kind(v) in arguments:
-                found[owner] += v.aval.size * v.aval.dtype.itemsize
-    return found

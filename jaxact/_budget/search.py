@@ -155,7 +155,10 @@ class Search:
         if fitting and nearest:
             (low, under), (high, over) = fitting, nearest
             part = (wanted - under) / (over - under)
+            # Between a step that computes calls again and one that stores all, A is
+            # no line; so no more than with the A of the larger one.
             room = low + max(0.0, part) * (high - low)
+            room = min(room, high + wanted - over)
         elif fitting or nearest:
             live, taken = fitting or nearest  # type: ignore[misc]
             room = live + (1.0 if fitting else step) * (wanted - taken)

@@ -317,7 +317,8 @@ def test_memory_over_the_calls_of_a_step():
     of = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     sizes = (256, 128, 64, 32)
     ws = [of(pair) for pair in itertools.pairwise(sizes)]
-    step = Step(jax.grad(loss), (ws, of((512, 256))), {})
+    update = lambda ws, x: clipped(jax.grad(loss)(ws, x))
+    step = Step(update, (ws, of((512, 256))), {})
     problem = read_problem(step, Policy(), WIDTHS, gpu_of("h100"), None)
     assert [call.key for call in problem.calls] == ["layer0", "layer1", "layer2"]
     owned = [call.gradient_bytes for call in problem.calls]
@@ -332,8 +333,9 @@ def test_memory_over_the_calls_of_a_step():
     assert left == 0
 
 
-def test_gradients_are_counted_once():
-    """Not the optimizer's state, nor both terms of a weight that is used twice."""
+@pytest.mark.parametrize("clip", [False, True])
+def test_gradients_are_counted_where_an_update_waits_for_all(clip):
+    """Once: neither the optimizer's state nor both terms of a weight used twice."""
     small = compressed(lambda w, x: jnp.tanh(x @ w))
 
     def loss(ws, x):
@@ -341,6 +343,8 @@ def test_gradients_are_counted_once():
 
     def step(ws, mean, square, x):
         gradient = jax.grad(loss)(ws, x)
+        if clip:
+            gradient = clipped(gradient)
         mean = jax.tree.map(lambda m, g: m + g, mean, gradient)
         square = jax.tree.map(lambda s, g: s + g**2, square, gradient)
         update = lambda w, m, s: w - m * jax.lax.rsqrt(s)
@@ -350,4 +354,10 @@ def test_gradients_are_counted_once():
     ws = {"twice": of((64, 64)), "once": of((64, 32))}
     read = Step(step, (ws, ws, ws, of((512, 64))), {})
     problem = read_problem(read, Policy(), WIDTHS, gpu_of("h100"), None)
-    assert problem.gradient_bytes == 4 * (64 * 64 + 64 * 32)
+    assert problem.gradient_bytes == clip * 4 * (64 * 64 + 64 * 32)
+
+
+def clipped(gradient):
+    """Divided by its norm, which needs all of it."""
+    norm = jnp.sqrt(sum((g**2).sum() for g in jax.tree.leaves(gradient)))
+    return jax.tree.map(lambda g: g / norm, gradient)
