@@ -23,7 +23,7 @@ from jaxact._budget.read import Step, read_problem
 from jaxact._budget.search import Search
 from jaxact._budget.size import parsed
 from jaxact._budget.solve import solve
-from jaxact._codec import Action
+from jaxact._codec import Action, Offload
 from jaxact._memory import live, memory
 from jaxact._memory.targets import gpu_of
 from jaxact._policy import Policy
@@ -72,8 +72,8 @@ def plan(
       policy: its rules stand before the plan's. None: `Policy()`. The policies that the
         calls have do not count.
       actions: to choose from, besides `Exact()`. A float64 array, say, only takes those
-        that can store it. None: every format of 1 to 8 bits; without a GPU those that
-        need no kernel.
+        that can store it. None: every format of 1 to 8 bits, and host memory; without
+        a GPU those that need no kernel.
       slowdown: bound on the added time, such as 0.1 for 10 % more.
       noise: bound on the added variance.
       measured: of the same loss; without it, noise is assumed.
@@ -108,8 +108,14 @@ def plan(
     size = parsed(budget, "jaxact.plan")
     has_kernels = target is not None or jax.default_backend() == "gpu"
     if actions is None:
-        actions = candidates.EVERY if has_kernels else candidates.WITHOUT_KERNELS
+        on_gpu = (*candidates.EVERY, *candidates.ON_HOST)
+        actions = on_gpu if has_kernels else candidates.WITHOUT_KERNELS
     _check(of, slowdown, noise, policy, actions)
+    if not has_kernels and any(isinstance(a, Offload) for a in actions):
+        raise ValueError(
+            f"jaxact.plan(actions={actions!r}): Offload needs a device with memory of "
+            "its own beside the host's. Leave it out, or plan for target='h100'."
+        )
     gpu = gpu_of(_NOMINAL if target is None else target)
     base = Policy() if policy is None else policy
     read = Step(step, args, kwargs)
@@ -170,7 +176,8 @@ def _frontier(search: Search) -> tuple[FrontierPoint, ...]:
         )
         for t in dict.fromkeys((*search.known, *search.trials))
     ]
-    least = solve(search.problem, math.inf, is_smallest=True)
+    device = search.problem.on_the_device()
+    least = solve(device, math.inf, is_smallest=True)
     free = solve(search.problem, math.inf)
     if least is None or free is None or not 0 < least.live_bytes < free.live_bytes:
         return tuple(points)

@@ -9,7 +9,7 @@ large workspace, late ones the opposite; so there is one bound for each call.
 
 import dataclasses
 
-from jaxact._codec import Action
+from jaxact._codec import Action, Offload
 from jaxact._policy import Rule
 
 
@@ -128,6 +128,22 @@ class Problem:
             for c in self.calls
         ]
         return dataclasses.replace(self, calls=tuple(calls))
+
+    def on_the_device(self) -> "Problem":
+        """The same, with no residual in host memory."""
+        calls = [
+            dataclasses.replace(c, variants=tuple(map(_on_the_device, c.variants)))
+            for c in self.calls
+        ]
+        return dataclasses.replace(self, calls=tuple(calls))
+
+
+def _on_the_device(variant: Variant) -> Variant:
+    rows = []
+    for row in variant.rows:
+        own = tuple(o for o in row.options if not isinstance(o.action, Offload))
+        rows.append(dataclasses.replace(row, options=own))
+    return dataclasses.replace(variant, rows=tuple(rows))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -180,13 +180,16 @@ class Search:
         return solve(self.problem, room, slowdown=self.slowdown, noise=self.noise)
 
     def _least(self, *, kept_alone: bool = False) -> Solution:
-        """The solution that stores least.
+        """The solution that stores least on the device, nothing on the host.
+
+        Without a bound on time the host would have everything.
 
         Args:
           kept_alone: compute nothing again, which takes workspace of its own.
         """
+        problem = self.problem.on_the_device()
         least = solve(
-            self.problem.without_recomputation() if kept_alone else self.problem,
+            problem.without_recomputation() if kept_alone else problem,
             math.inf,
             slowdown=self.slowdown,
             noise=self.noise,

@@ -13,7 +13,12 @@ import pytest
 
 import jaxact
 from jaxact import Plan, Policy, Quantize, Rule
-from jaxact._budget.candidates import EVERY, relative_error, stored_bytes
+from jaxact._budget.candidates import (
+    EVERY,
+    ON_HOST,
+    relative_error,
+    stored_bytes,
+)
 from jaxact._budget.plan import planned_rows
 from jaxact._budget.read import Step, read_problem
 from jaxact._budget.search import policy_of
@@ -21,6 +26,7 @@ from jaxact._budget.size import parsed
 from jaxact._budget.solve import solve
 from jaxact._memory.targets import gpu_of
 from jaxact._residual import Residual
+from support.gpu_target import needs_target
 from support.variants import thorough
 
 WIDTHS = [Quantize(bits) for bits in (1, 2, 4, 8)]
@@ -246,6 +252,7 @@ def test_sizes(budget, expected):
         ({"slowdown": -1.0}, ValueError, "slowdown=0.1"),
         ({"policy": 4}, TypeError, "a jaxact.Policy is required"),
         ({"actions": [4]}, TypeError, "a sequence of actions"),
+        ({"actions": [jaxact.Offload()]}, ValueError, "Leave it out"),
         ({"target": "h1000"}, ValueError, "unknown target"),
         (
             {"policy": Policy(recompute=jax.checkpoint_policies.dots_saveable)},
@@ -361,3 +368,36 @@ def clipped(gradient):
     """Divided by its norm, which needs all of it."""
     norm = jnp.sqrt(sum((g**2).sum() for g in jax.tree.leaves(gradient)))
     return jax.tree.map(lambda g: g / norm, gradient)
+
+
+def test_host_memory_where_nothing_may_err():
+    """At no noise half of the residuals go to the host; its link takes the time."""
+    step, *args = network()
+    read = Step(step, args, {})
+    gpu = gpu_of("h100")
+    problem = read_problem(read, Policy(), (*EVERY, *ON_HOST), gpu, None)
+    device = problem.on_the_device().without_recomputation()
+    exact = solve(device, math.inf, noise=0.0)
+    room = exact.live_bytes / 2
+    assert solve(device, room, noise=0.0) is None
+    found = solve(problem.without_recomputation(), room, noise=0.0)
+    rows = planned_rows(found)
+    moved = [row for row in rows if isinstance(row.action, jaxact.Offload)]
+    assert moved and all(row.stored_bytes == 0 == row.noise for row in moved)
+    whole = sum(row.exact_bytes for row in moved)
+    expected = 2 * whole / gpu.host_bytes_per_second / problem.seconds
+    assert sum(row.time for row in moved) == pytest.approx(expected)
+    # With noise allowed some bits are cheaper than the way to the host.
+    free = planned_rows(solve(problem.without_recomputation(), room))
+    assert not any(isinstance(row.action, jaxact.Offload) for row in free)
+
+
+@needs_target
+@pytest.mark.slow
+def test_the_compiled_step_is_smaller_with_residuals_on_the_host():
+    step, *args = network(batch=4096, width=256)
+    options = {"target": "h100", "actions": [jaxact.Offload()], "noise": 0.0}
+    # In a checkpoint and exact, the inputs alone take 48 MiB; in all 89 are compiled.
+    plan = jaxact.plan(step, *args, budget="70MiB", **options)
+    assert plan.bytes <= plan.budget and plan.noise == 0
+    assert any(isinstance(row.action, jaxact.Offload) for row in plan.rows)
