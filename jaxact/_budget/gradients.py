@@ -2,7 +2,7 @@
 
 An optimizer that updates each weight from its own gradient alone leaves none: XLA does
 so as soon as the gradient is there. They are kept where a loop stacks them, and where
-an update waits for all of them, such as one that is clipped by their norm.
+an update waits for all, such as one that is clipped by their norm.
 """
 
 import collections
@@ -18,9 +18,9 @@ _LOOPS = frozenset(["scan", "while"])
 
 
 def gradient_bytes(program: Jaxpr, calls: Sequence[str]) -> dict[str, int]:
-    """Bytes of kept gradients, by the key of the call that makes them.
+    """Kept gradients, in bytes, by the key of the call that makes them.
 
-    The key '' is for those of no call, and for calls that share a path.
+    The key '' is for those made in no call, and for calls that share a path.
     """
     made = _gradients(program)
     waiting = _waiting(program, list(made))
@@ -54,7 +54,7 @@ def _gradients(program: Jaxpr) -> dict[Var, Eqn]:
 
 
 def _waiting(program: Jaxpr, gradients: Sequence[Var]) -> set[Var]:
-    """Gradients that are in one result of the step with another one."""
+    """Gradients that are in one result with another one."""
     after = [eqn for eqn in program.eqns if not _is_backward(eqn)]
     info = program.debug_info._replace(arg_names=None)
     update = program.replace(

@@ -1,4 +1,4 @@
-"""The workspace of checkpoints that a call has inside, such as attention's scores."""
+"""Workspace for checkpoints inside a call, such as attention's scores."""
 
 from jaxact._jaxpr.compat import open_jaxpr
 from jaxact._jaxpr.primitives import CHECKPOINTS, MATMULS
@@ -7,7 +7,7 @@ from jaxact._jaxpr.types import Jaxpr
 
 
 def largest_recomputed(program: Jaxpr, is_inside: bool = False) -> int:
-    """Bytes of the largest product in the checkpoints that a program has."""
+    """The largest product in the checkpoints that a program has, in bytes."""
     largest = 0
     for eqn in program.eqns:
         if is_inside and eqn.primitive.name in MATMULS:

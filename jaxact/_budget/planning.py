@@ -22,7 +22,7 @@ from jaxact._budget.plan import Plan, Trial, budgeted
 from jaxact._budget.read import Step, read_problem
 from jaxact._budget.search import Search
 from jaxact._budget.size import parsed
-from jaxact._budget.solve import solve
+from jaxact._budget.solve import COARSE, solve
 from jaxact._codec import Action, Offload
 from jaxact._memory import live, memory
 from jaxact._memory.targets import gpu_of
@@ -182,7 +182,7 @@ def _frontier(search: Search) -> tuple[FrontierPoint, ...]:
     if least is None or free is None or not 0 < least.live_bytes < free.live_bytes:
         return tuple(points)
     for room in np.geomspace(1.02 * least.live_bytes, free.live_bytes, _POINTS):
-        found = solve(search.problem, float(room))
+        found = solve(search.problem, float(room), gap=COARSE)
         if found is not None:
             size = round(found.live_bytes + search.rest(found.live_bytes))
             points.append(FrontierPoint(size, found.time, found.noise, False))

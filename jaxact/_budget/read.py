@@ -49,7 +49,7 @@ _INSIDE_BITS = (None, 4, 2, 1)
 # ViT-B's blocks 2.5.
 _WORKSPACE = 4
 # The same over the largest product in a checkpoint inside the call: attention's weights
-# are computed again, and two cotangents of that size from them.
+# are computed again, and from them two cotangents as large.
 _RECOMPUTED = 3
 # Results of elementwise operations that exist besides when these are computed again: an
 # activation function's input and its value, in ViT-B's blocks.
@@ -231,7 +231,7 @@ class _Reader:
         return max(_WORKSPACE * max(sizes, default=0), _RECOMPUTED * inside)
 
     def _bytes_of_one(self, key: str, row: ResidualRow) -> int:
-        """Exact bytes of one of the arrays that a row is the sum of."""
+        """Exact bytes: one array among those that a row sums up."""
         decision = self._traced.calls[key].decisions[row.key]
         return row.exact_bytes // _copies(decision.residual, row)
 
@@ -262,21 +262,22 @@ class _Reader:
             (row, self._traced.calls[key].decisions[row.key])
             for row in self._traced.rows.get(key, [])
         ]
-        inside = [(row, d) for row, d in inside if row.key not in kept]
+        inside = [
+            (row, d, self._options(d, row)) for row, d in inside if row.key not in kept
+        ]
         if not inside:
             return []
         # A residual of a scan in the call has a copy for each step of that, too.
-        copies = min(_copies(d.residual, row) for row, d in inside)
+        copies = min(_copies(d.residual, row) for row, d, _ in inside)
         flops = self._traced.calls[key].flops * copies
-        moved = sum(row.exact_bytes for row, _ in inside)
+        moved = sum(row.exact_bytes for row, *_ in inside)
         repeated = flops / self.flops_per_second + moved / self._gpu.bytes_per_second
         variants, own = [], self._workspace(key)
         for bits in _INSIDE_BITS:
             workspace, rules = float(own), []
             time, noise = repeated / self.seconds, 0.0
-            for row, d in inside:
+            for row, d, options in inside:
                 number = _copies(d.residual, row)
-                options = self._options(d, row)
                 if not (d.rule is None and d.bias is not Bias.EXACT) or not options:
                     workspace += row.stored_bytes / number
                     continue

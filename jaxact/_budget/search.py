@@ -212,7 +212,7 @@ class Search:
         return self.under(policy, self.compiled)
 
     def under(self, policy: Policy, look: Callable[[], T]) -> T:
-        """The result of a function that traces the step, under a policy."""
+        """Call a function that traces the step, under a policy."""
         with overriding(Override(policy)), warnings.catch_warnings():
             warnings.simplefilter("ignore", CompressionWarning)
             return look()

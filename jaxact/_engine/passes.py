@@ -185,9 +185,9 @@ class Passes:
 
 
 def _together(inputs: Sequence[Array]) -> list[Any]:
-    """The inputs, of which floating ones are not there before all are.
+    """The inputs; floating ones are not there before all are.
 
-    Else XLA casts the weights of all layers first, and keeps them until they are read:
+    Else XLA casts all layers' weights first, and keeps them until they are read:
     162 MiB for ViT-B in bfloat16, most of what a checkpointed step takes in forward.
     """
     floating = [i for i, x in enumerate(inputs) if jnp.issubdtype(x.dtype, jnp.inexact)]

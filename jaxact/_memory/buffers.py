@@ -44,9 +44,9 @@ class Heap:
     Attributes:
       fixed: buffers that are taken all the time: arguments and outputs.
       curve: bytes of the other buffers, each time that one is allocated or shared.
-      gradients: of these, bytes of arrays of backward with the type of an argument.
-      residuals: of these, bytes of arrays that live across the beginning of backward,
-        and are no gradients.
+      gradients: bytes among these in backward's arrays with an argument's type.
+      residuals: bytes among these in arrays that live across the beginning of
+        backward, and are no gradients.
       at_peak: those that are taken when the curve is highest.
       backward_start: where in the curve a backward pass begins; None if there is none.
     """
@@ -134,7 +134,7 @@ def _described(life: _Life, arrays: dict[int, _Array], program: Program) -> Buff
 
 
 def _is_gradient(buffer: Buffer, given: set[str]) -> bool:
-    """Whether it is an array of the backward pass with the type of an argument."""
+    """Whether backward makes it, with an argument's type."""
     return buffer.origin.phase == "backward" and buffer.type in given
 
 
@@ -175,7 +175,7 @@ def _is_argument(array: _Array, program: Program) -> bool:
 def _simulate(
     trace: Message, arrays: dict[int, _Array]
 ) -> tuple[list[int], list[_Life]]:
-    """The curve of a simulation, and the lives that it is the sum of."""
+    """A simulation's curve, and the lives that it sums up."""
     owner: dict[int, int] = {}  # of the memory that an array is in
     users: dict[int, int] = {}  # by owner, how many arrays in its memory live
     living: dict[int, _Life] = {}  # by owner
@@ -213,7 +213,7 @@ def _backward_start(
 ) -> int | None:
     """Where backward begins: fewest arrays are on the wrong side of it.
 
-    XLA computes a constant of the backward pass early, and the loss late.
+    XLA computes a constant for backward early, and the loss late.
     """
     forward, backward = [0] * length, [0] * length
     for life in lives:
@@ -236,7 +236,7 @@ def _backward_start(
 
 
 def _sum(lives: list[_Life], length: int) -> tuple[int, ...]:
-    """The curve of some lives."""
+    """The curve for some lives."""
     changes = [0] * (length + 1)
     for life in lives:
         changes[life.start] += life.size

@@ -11,14 +11,14 @@ if TYPE_CHECKING:
 
     from jaxact._memory.live import Live
 
-# From the bottom of the stack to its top, each with its character in a text.
+# From the bottom to the top, each with its character in a text.
 _PARTS = {"arguments, results": ":", "residuals": "#", "gradients": "=", "other": "."}
-_MIDDLE = 0.5  # a cell has the character of the part at its middle
+_MIDDLE = 0.5  # a cell shows the part at its middle
 
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
-    """The bytes in use at one moment, by part, in the order of `_PARTS`."""
+    """The bytes in use at one moment, by part, ordered as `_PARTS`."""
 
     sizes: tuple[int, ...]
 
@@ -28,7 +28,7 @@ class Moment:
         return sum(self.sizes)
 
     def at(self, height: float) -> str:
-        """The character of the part that is so many bytes above the ground."""
+        """The character for the part so many bytes above the ground."""
         for size, character in zip(self.sizes, _PARTS.values(), strict=True):
             if height < size:
                 return character
@@ -37,7 +37,7 @@ class Moment:
 
 
 def moments(live: "Live") -> list[Moment]:
-    """The parts of each moment in a step."""
+    """A step, moment by moment."""
     fixed = live.fixed_bytes
     parts = zip(live.curve, live.residual_curve, live.gradient_curve, strict=True)
     return [

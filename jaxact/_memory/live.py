@@ -59,10 +59,9 @@ class Live(Tabular):
       backward_start: index in `curve` where a backward pass begins; None if there is
         none.
       memory: the bytes that the compiler reserves.
-      residual_curve: of `curve`, the temporaries that live across the beginning of
-        backward and are no gradients.
-      gradient_curve: of `curve`, the temporaries of backward that have the type of an
-        argument.
+      residual_curve: the part that are temporaries which live across the beginning
+        of backward, and no gradients.
+      gradient_curve: the part that are backward's temporaries with an argument's type.
     """
 
     derived = ("peak_bytes", "fixed_bytes")
@@ -126,7 +125,7 @@ class Live(Tabular):
         """The bytes in use over the step as text, stacked by part.
 
         From the bottom: arguments and results; residuals; gradients; other temporaries.
-        A column is the fullest moment of its part of the step.
+        A column shows the fullest moment in its share of the step.
 
         Args:
           budget: bytes, drawn as a line, such as `Plan.budget`.
