@@ -24,6 +24,7 @@ from jaxact._codec import (
     Codec,
     Dithered,
     Exact,
+    Offload,
     Quantize,
     Rotated,
 )
@@ -72,12 +73,18 @@ EVERY: tuple[Action, ...] = (
 # Without a kernel a rotation needs several float32 copies of what it packs, more than
 # it saves: a CPU's step with two layers grows from 58 to 70 MiB.
 WITHOUT_KERNELS = tuple(a for a in EVERY if not isinstance(a, Rotated | Adaptive))
+# Where there is a host memory beside the device's. The compiled step does shrink: 6
+# layers of width 512 on an H100, exact residuals to the host, from 1085 to 244 MiB
+# scanned and from 531 to 404 unrolled; 4 bits from 329 to 230, and from 203 to 193.
+ON_HOST: tuple[Action, ...] = (Offload(), Offload(Quantize(4)))
 
 
 def relative_error(action: Action, residual: Residual) -> float:
     """The squared error over the squared distance from the mean."""
     if action.is_lossless or action.bits is None:
         return 0.0
+    if isinstance(action, Offload):
+        return relative_error(action.codec, residual)
     errors = _errors(residual).get(type(action))
     if errors is None:  # as `Quantize` at these bits, which need not be whole
         return NORMAL_GROUP * (2.0**action.bits - 1) ** -2
@@ -107,7 +114,9 @@ def _errors(residual: Residual) -> _Errors:
 
 
 def stored_bytes(action: Action, residual: Residual, copies: int) -> int:
-    """Bytes of all copies, as stored."""
+    """Bytes of all copies, as stored on the device."""
+    if isinstance(action, Offload):
+        return 0
     shape, dtype = residual.shape, residual.dtype
     if isinstance(action, Exact):
         return copies * math.prod(shape) * dtype.itemsize
@@ -121,6 +130,9 @@ def stored_bytes(action: Action, residual: Residual, copies: int) -> int:
 
 def workspace(action: Action, residual: Residual) -> int:
     """Bytes of a whole array that encoding reads or decoding writes."""
+    if isinstance(action, Offload):  # one fetched copy, as it was stored
+        inner = action.codec
+        return stored_bytes(inner, residual, 1) + workspace(inner, residual)
     if not isinstance(action, _WHOLE):
         return 0
     return math.prod(residual.shape) * residual.dtype.itemsize
@@ -138,11 +150,17 @@ def _encoded(action: Action, shape: tuple[int, ...], dtype: np.dtype) -> int:
 def seconds(action: Action, residual: Residual, copies: int, gpu: Gpu) -> float:
     """Seconds that packing and unpacking add.
 
-    Both move the stored array. An encoder reads the residual; what a decoder's kernel
-    writes, the operation after it reads, as it would read the residual without one.
+    On the way to the host and back nothing else is computed: XLA may hide a part of
+    that. An encoder and a decoder move the stored array. The encoder reads the
+    residual; what a decoder's kernel writes, the operation after it reads, as it would
+    read the residual without one.
     """
     if isinstance(action, Exact):
         return 0.0
+    if isinstance(action, Offload):
+        moved = 2 * stored_bytes(action.codec, residual, copies)
+        inner = seconds(action.codec, residual, copies, gpu)
+        return inner + moved / gpu.host_bytes_per_second
     exact = stored_bytes(Exact(), residual, copies)
     passes = 3 if isinstance(action, _WHOLE) else 1
     moved = passes * exact + 2 * stored_bytes(action, residual, copies)

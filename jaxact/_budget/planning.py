@@ -17,17 +17,16 @@ from jaxact._budget.frontier import (
     Frontier,
     FrontierPoint,
 )
+from jaxact._budget.infeasible import message
 from jaxact._budget.plan import Plan, Trial, budgeted
-from jaxact._budget.problem import Problem
 from jaxact._budget.read import Step, read_problem
 from jaxact._budget.search import Search
 from jaxact._budget.size import parsed
-from jaxact._budget.solve import solve
-from jaxact._codec import Action
-from jaxact._memory import memory
+from jaxact._budget.solve import COARSE, solve
+from jaxact._codec import Action, Offload
+from jaxact._memory import live, memory
 from jaxact._memory.targets import gpu_of
 from jaxact._policy import Policy
-from jaxact._tabular import bytes_text
 from jaxact._time.flops import flops_of
 
 # The rates by which times are estimated where the step is for the local backend.
@@ -73,8 +72,8 @@ def plan(
       policy: its rules stand before the plan's. None: `Policy()`. The policies that the
         calls have do not count.
       actions: to choose from, besides `Exact()`. A float64 array, say, only takes those
-        that can store it. None: every format of 1 to 8 bits; without a GPU those that
-        need no kernel.
+        that can store it. None: every format of 1 to 8 bits, and host memory; without
+        a GPU those that need no kernel.
       slowdown: bound on the added time, such as 0.1 for 10 % more.
       noise: bound on the added variance.
       measured: of the same loss; without it, noise is assumed.
@@ -91,7 +90,8 @@ def plan(
 
     Raises:
       TypeError, ValueError: a wrong argument; no compressed call in the step; a budget
-        that no policy was found for, with the smallest compiled step.
+        that no policy was found for, with the smallest compiled step and its memory
+        at the fullest moment, for which it is compiled once more.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxact
@@ -108,8 +108,14 @@ def plan(
     size = parsed(budget, "jaxact.plan")
     has_kernels = target is not None or jax.default_backend() == "gpu"
     if actions is None:
-        actions = candidates.EVERY if has_kernels else candidates.WITHOUT_KERNELS
+        on_gpu = (*candidates.EVERY, *candidates.ON_HOST)
+        actions = on_gpu if has_kernels else candidates.WITHOUT_KERNELS
     _check(of, slowdown, noise, policy, actions)
+    if not has_kernels and any(isinstance(a, Offload) for a in actions):
+        raise ValueError(
+            f"jaxact.plan(actions={actions!r}): Offload needs a device with memory of "
+            "its own beside the host's. Leave it out, or plan for target='h100'."
+        )
     gpu = gpu_of(_NOMINAL if target is None else target)
     base = Policy() if policy is None else policy
     read = Step(step, args, kwargs)
@@ -127,7 +133,11 @@ def plan(
             raise
     best = search.best(limit)
     if best is None:
-        raise ValueError(_infeasible(search, limit, budget))
+        found = search.under(
+            search.smallest().policy,
+            functools.partial(live, step, *args, target=target, **kwargs),
+        )
+        raise ValueError(message(search, limit, budget, found))
     usual: list[FrontierPoint] = []
     if baselines:
         search.uncompressed()
@@ -166,12 +176,13 @@ def _frontier(search: Search) -> tuple[FrontierPoint, ...]:
         )
         for t in dict.fromkeys((*search.known, *search.trials))
     ]
-    least = solve(search.problem, math.inf, is_smallest=True)
+    device = search.problem.on_the_device()
+    least = solve(device, math.inf, is_smallest=True)
     free = solve(search.problem, math.inf)
     if least is None or free is None or not 0 < least.live_bytes < free.live_bytes:
         return tuple(points)
     for room in np.geomspace(1.02 * least.live_bytes, free.live_bytes, _POINTS):
-        found = solve(search.problem, float(room))
+        found = solve(search.problem, float(room), gap=COARSE)
         if found is not None:
             size = round(found.live_bytes + search.rest(found.live_bytes))
             points.append(FrontierPoint(size, found.time, found.noise, False))
@@ -222,46 +233,3 @@ def _check(
             f"jaxact.plan(actions={actions!r}): a sequence of actions is required, "
             "such as [jaxact.Quantize(4), jaxact.Quantize(2)]."
         )
-
-
-def _infeasible(search: Search, limit: int, budget: object) -> str:
-    """The message of a budget that is too small."""
-    smallest = search.smallest()
-    taken = budgeted(smallest.memory, search.of)
-    stored = smallest.stored_bytes or 0
-    arguments = taken - smallest.memory.temp_bytes
-    gradients = min(search.problem.gradient_bytes, taken - stored - arguments)
-    split = {
-        "residuals": stored,
-        "gradients": gradients,
-        "arguments and results": arguments,
-        "workspace": taken - stored - gradients - arguments,
-    }
-    parts = ", ".join(f"{name} {bytes_text(n)}" for name, n in split.items() if n)
-    bounds = ""
-    if math.isfinite(min(search.slowdown, search.noise)):
-        bounds = "; allow more slowdown or noise"
-    return (
-        f"jaxact.plan(budget={budget!r}), {bytes_text(limit)}: no policy was found for "
-        f"it; compiled steps: {len(search.trials)}. The smallest takes "
-        f"{bytes_text(taken)} ({parts}), on {smallest.memory.device}. "
-        f"{_advice(search.problem, split)}{bounds}."
-    )
-
-
-def _advice(problem: Problem, split: dict[str, int]) -> str:
-    largest = max(split, key=lambda name: split[name])
-    if largest == "residuals" and 2 * problem.outside_bytes > split["residuals"]:
-        return (
-            f"{bytes_text(problem.outside_bytes)} of residuals are in no compressed "
-            "call: compress these layers too"
-        )
-    return {
-        "residuals": "Take a smaller batch, see jaxact.max_batch",
-        "gradients": "Donate the step's arguments, and accumulate into the optimizer's "
-        "state, layer by layer",
-        "arguments and results": "Donate the step's arguments (donate_argnums), or "
-        "give a budget of='temp'",
-        "workspace": "Take a smaller batch, or compute the loss in chunks; jaxact.live "
-        "lists the arrays at the peak",
-    }[largest]

@@ -9,7 +9,7 @@ large workspace, late ones the opposite; so there is one bound for each call.
 
 import dataclasses
 
-from jaxact._codec import Action
+from jaxact._codec import Action, Offload
 from jaxact._policy import Rule
 
 
@@ -91,7 +91,7 @@ class Call:
     """A compressed call, by its key, and the ways to keep its residuals.
 
     Attributes:
-      gradient_bytes: gradients of its parameters.
+      gradient_bytes: gradients of its parameters that are kept, see `gradients.py`.
     """
 
     key: str
@@ -107,7 +107,7 @@ class Problem:
       calls: in the order of the forward pass.
       outside_bytes: residuals of no compressed call.
       exact_bytes: residuals before they are stored.
-      gradient_bytes: arrays of backward with the type of an argument, of calls or not.
+      gradient_bytes: kept gradients, of calls or not.
       seconds: of the uncompressed step, by its operations and bytes.
       is_measured: whether the noise was measured; else it is assumed.
       flops_per_second: that the step reaches.
@@ -128,6 +128,22 @@ class Problem:
             for c in self.calls
         ]
         return dataclasses.replace(self, calls=tuple(calls))
+
+    def on_the_device(self) -> "Problem":
+        """The same, with no residual in host memory."""
+        calls = [
+            dataclasses.replace(c, variants=tuple(map(_on_the_device, c.variants)))
+            for c in self.calls
+        ]
+        return dataclasses.replace(self, calls=tuple(calls))
+
+
+def _on_the_device(variant: Variant) -> Variant:
+    rows = []
+    for row in variant.rows:
+        own = tuple(o for o in row.options if not isinstance(o.action, Offload))
+        rows.append(dataclasses.replace(row, options=own))
+    return dataclasses.replace(variant, rows=tuple(rows))
 
 
 @dataclasses.dataclass(frozen=True)

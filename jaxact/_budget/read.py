@@ -14,11 +14,12 @@ from typing import Any
 
 from jaxact._bits.cost import Sensitivity
 from jaxact._budget import candidates
+from jaxact._budget.gradients import gradient_bytes
+from jaxact._budget.inside import largest_recomputed
 from jaxact._budget.problem import Call, Option, Problem, Row, Variant, undominated
 from jaxact._codec import Action, Bias, Exact, Recompute
 from jaxact._decision import Decision
 from jaxact._engine.warnings import CompressionWarning
-from jaxact._jaxpr.labels import module_path, visible
 from jaxact._jaxpr.primitives import ELEMENTWISE
 from jaxact._jaxpr.types import Jaxpr
 from jaxact._memory.compiling import trace
@@ -27,7 +28,7 @@ from jaxact._policy import Policy, Rule
 from jaxact._recompute import Checkpoint, call_key
 from jaxact._report.step import step_program, step_residuals
 from jaxact._report.table import ResidualRow
-from jaxact._residual import Residual, is_within
+from jaxact._residual import Residual
 from jaxact._time.flops import flops_of
 from jaxact._using import Override, overriding
 
@@ -47,6 +48,12 @@ _INSIDE_BITS = (None, 4, 2, 1)
 # a decoded array and a gradient, and writes another. ResNet-50's third block takes 3.7,
 # ViT-B's blocks 2.5.
 _WORKSPACE = 4
+# The same over the largest product in a checkpoint inside the call: attention's weights
+# are computed again, and from them two cotangents as large.
+_RECOMPUTED = 3
+# Results of elementwise operations that exist besides when these are computed again: an
+# activation function's input and its value, in ViT-B's blocks.
+_REPLAYED = 2
 
 
 @dataclasses.dataclass
@@ -55,10 +62,13 @@ class _Heard:
 
     Attributes:
       flops: of its forward pass, once.
+      inside: bytes of the largest product in a checkpoint of its own, such as
+        attention's scores.
     """
 
     decisions: dict[str, Decision] = dataclasses.field(default_factory=dict)
     flops: int = 0
+    inside: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +104,7 @@ class Step:
             for d in decisions:
                 heard.decisions.setdefault(d.residual.key, d)
             heard.flops = max(heard.flops, flops_of(program))
+            heard.inside = max(heard.inside, largest_recomputed(program))
 
         with overriding(Override(policy, hear)), warnings.catch_warnings():
             warnings.simplefilter("ignore", CompressionWarning)
@@ -141,7 +152,7 @@ def read_problem(
         rules = (*base.rules, *elementwise)
         fused = step.traced(dataclasses.replace(base, rules=rules))
     calls = []
-    gradients = _gradient_bytes(stored)
+    gradients = gradient_bytes(stored.program, list(stored.calls))
     for key in stored.calls:
         variants = [reader.stored(key)]
         if fused is not None and elementwise:
@@ -214,12 +225,15 @@ class _Reader:
 
     def _workspace(self, key: str) -> int:
         """Bytes of one call's arrays that exist while it is differentiated."""
-        decisions = self._traced.calls[key].decisions
-        sizes = [
-            row.exact_bytes // _copies(decisions[row.key].residual, row)
-            for row in self._traced.rows.get(key, [])
-        ]
-        return _WORKSPACE * max(sizes, default=0)
+        rows = self._traced.rows.get(key, [])
+        sizes = [self._bytes_of_one(key, row) for row in rows]
+        inside = self._traced.calls[key].inside
+        return max(_WORKSPACE * max(sizes, default=0), _RECOMPUTED * inside)
+
+    def _bytes_of_one(self, key: str, row: ResidualRow) -> int:
+        """Exact bytes: one array among those that a row sums up."""
+        decision = self._traced.calls[key].decisions[row.key]
+        return row.exact_bytes // _copies(decision.residual, row)
 
     def elementwise(
         self, key: str, fused: _Trace, rules: Sequence[Rule]
@@ -233,10 +247,11 @@ class _Reader:
         kept = {row.key for row in after}
         own = {row.key for row in before} - kept
         rows, fixed = self._rows(key, fused)
-        replayed = size([row for row in before if row.key in own])
-        time = 2 * replayed / self._gpu.bytes_per_second / self.seconds
+        replayed = [row for row in before if row.key in own]
+        time = 2 * size(replayed) / self._gpu.bytes_per_second / self.seconds
         mine = tuple(rule for rule in rules if rule.key in own)
-        workspace = self._workspace(key)
+        largest = max((self._bytes_of_one(key, row) for row in replayed), default=0)
+        workspace = self._workspace(key) + _REPLAYED * largest
         return [Variant("elementwise", rows, fixed, workspace, time, rules=mine)]
 
     def checkpoints(self, key: str, again: _Trace) -> list[Variant]:
@@ -247,21 +262,22 @@ class _Reader:
             (row, self._traced.calls[key].decisions[row.key])
             for row in self._traced.rows.get(key, [])
         ]
-        inside = [(row, d) for row, d in inside if row.key not in kept]
+        inside = [
+            (row, d, self._options(d, row)) for row, d in inside if row.key not in kept
+        ]
         if not inside:
             return []
         # A residual of a scan in the call has a copy for each step of that, too.
-        copies = min(_copies(d.residual, row) for row, d in inside)
+        copies = min(_copies(d.residual, row) for row, d, _ in inside)
         flops = self._traced.calls[key].flops * copies
-        moved = sum(row.exact_bytes for row, _ in inside)
+        moved = sum(row.exact_bytes for row, *_ in inside)
         repeated = flops / self.flops_per_second + moved / self._gpu.bytes_per_second
         variants, own = [], self._workspace(key)
         for bits in _INSIDE_BITS:
             workspace, rules = float(own), []
             time, noise = repeated / self.seconds, 0.0
-            for row, d in inside:
+            for row, d, options in inside:
                 number = _copies(d.residual, row)
-                options = self._options(d, row)
                 if not (d.rule is None and d.bias is not Bias.EXACT) or not options:
                     workspace += row.stored_bytes / number
                     continue
@@ -342,26 +358,3 @@ def _copies(residual: Residual, row: ResidualRow) -> int:
     """How many arrays a row is the sum of."""
     one = max(1, math.prod(residual.shape)) * residual.dtype.itemsize
     return max(1, row.exact_bytes // one)
-
-
-def _gradient_bytes(traced: _Trace) -> dict[str, int]:
-    """Arrays that backward makes with the type of an argument, each once, by call.
-
-    The key '' is for those of no call, and for calls that share a path.
-    """
-    kind = lambda v: (tuple(v.aval.shape), v.aval.dtype)
-    left = collections.Counter(kind(v) for v in traced.program.invars)
-    shared = {key.partition("@")[0] for key in traced.calls if "@" in key}
-    paths = sorted(traced.calls.keys() - shared - {""}, key=len, reverse=True)
-    found: dict[str, int] = collections.defaultdict(int)
-    for eqn in traced.program.eqns:
-        stack = str(eqn.source_info.name_stack)
-        if "transpose(" not in stack:
-            continue
-        path = visible(module_path(stack))
-        owner = next((key for key in paths if is_within(path, key)), "")
-        for v in eqn.outvars:
-            if hasattr(v.aval, "dtype") and left[kind(v)] > 0:
-                left[kind(v)] -= 1
-                found[owner] += v.aval.size * v.aval.dtype.itemsize
-    return found

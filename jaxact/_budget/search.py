@@ -10,6 +10,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Callable
+from typing import TypeVar
 
 from jaxact._budget.frontier import UNCOMPRESSED
 from jaxact._budget.plan import Trial, budgeted, planned_rows
@@ -21,6 +22,8 @@ from jaxact._memory import Memory
 from jaxact._policy import Policy, Rule
 from jaxact._recompute import Checkpoint
 from jaxact._using import Override, overriding
+
+T = TypeVar("T")
 
 # Compiled steps, without that of a ratio's whole.
 MOST_COMPILES = 4
@@ -152,7 +155,10 @@ class Search:
         if fitting and nearest:
             (low, under), (high, over) = fitting, nearest
             part = (wanted - under) / (over - under)
+            # Between a step that computes calls again and one that stores all, A is
+            # no line; so no more than with the A of the larger one.
             room = low + max(0.0, part) * (high - low)
+            room = min(room, high + wanted - over)
         elif fitting or nearest:
             live, taken = fitting or nearest  # type: ignore[misc]
             room = live + (1.0 if fitting else step) * (wanted - taken)
@@ -174,13 +180,16 @@ class Search:
         return solve(self.problem, room, slowdown=self.slowdown, noise=self.noise)
 
     def _least(self, *, kept_alone: bool = False) -> Solution:
-        """The solution that stores least.
+        """The solution that stores least on the device, nothing on the host.
+
+        Without a bound on time the host would have everything.
 
         Args:
           kept_alone: compute nothing again, which takes workspace of its own.
         """
+        problem = self.problem.on_the_device()
         least = solve(
-            self.problem.without_recomputation() if kept_alone else self.problem,
+            problem.without_recomputation() if kept_alone else problem,
             math.inf,
             slowdown=self.slowdown,
             noise=self.noise,
@@ -200,9 +209,13 @@ class Search:
 
     def memory_of(self, policy: Policy) -> Memory:
         """The step compiled under a policy."""
+        return self.under(policy, self.compiled)
+
+    def under(self, policy: Policy, look: Callable[[], T]) -> T:
+        """Call a function that traces the step, under a policy."""
         with overriding(Override(policy)), warnings.catch_warnings():
             warnings.simplefilter("ignore", CompressionWarning)
-            return self.compiled()
+            return look()
 
 
 def policy_of(solution: Solution, base: Policy) -> Policy:

@@ -6,6 +6,7 @@ for an H100).
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
+from jaxact._engine.ordered import in_order
 from jaxact._engine.storage import BackwardProgram, Packed, Probe, Storage
 from jaxact._engine.unused import UsedPart, used_part
 from jaxact._jaxpr.compat import barrier
@@ -31,8 +33,13 @@ def backward_pass(
     packed: Sequence[PyTree],
     kept: Sequence[jax.Array],
     cotangents: Sequence[jax.Array | SymbolicZero],
+    *,
+    is_ordered: bool = False,
 ) -> tuple[list[jax.Array], Probe]:
-    """Gradients for the active inputs, and cotangents for the settings `keys`."""
+    """Gradients for the active inputs, and cotangents for the settings `keys`.
+
+    `is_ordered`: see `ordered.py`.
+    """
     part = None
     is_used = [not isinstance(c, SymbolicZero) for c in cotangents]
     if not all(is_used) and (part := used_part(plan, is_used)) is not None:
@@ -44,9 +51,12 @@ def backward_pass(
         _packed(v, arrays, plan, keys)
         for v, arrays in zip(plan.packed, inputs.packed, strict=True)
     ]
-    decoded = [_decoded(storage, r) for r in residuals]
     program = backward_program(plan, inputs, part)
-    results = storage.backward(program, residuals, decoded, inputs.cotangents)
+    if is_ordered and not any(r.is_measured for r in residuals):
+        results = _ordered(program, storage, residuals, inputs.cotangents), {}
+    else:
+        decoded = [_decoded(storage, r) for r in residuals]
+        results = storage.backward(program, residuals, decoded, inputs.cotangents)
     if not plan.packed:
         return results
     return _held(*results, plan.forward.backward.gradient_dtypes)
@@ -138,6 +148,30 @@ def _held(
     narrow, measured = barrier((narrow, measured))
     wide = zip(narrow, map(jnp.result_type, gradients), strict=True)
     return [lax.convert_element_type(g, dtype) for g, dtype in wide], measured
+
+
+def _ordered(
+    program: BackwardProgram,
+    storage: Storage,
+    residuals: Sequence[Packed],
+    cotangents: list[jax.Array],
+) -> list[jax.Array]:
+    """The gradients, computed one after another."""
+    floating = [
+        i for i, c in enumerate(cotangents) if jnp.issubdtype(c.dtype, jnp.inexact)
+    ]
+
+    def run(packed: Sequence[PyTree], arrays: list[jax.Array]) -> list[jax.Array]:
+        every = list(cotangents)
+        for i, c in zip(floating, arrays, strict=True):
+            every[i] = c
+        pairs = zip(residuals, packed, strict=True)
+        own = [dataclasses.replace(r, arrays=arrays) for r, arrays in pairs]
+        return program([_decoded(storage, r) for r in own], every)
+
+    return in_order(
+        run, [r.arrays for r in residuals], [cotangents[i] for i in floating]
+    )
 
 
 def _packed(v: Var, arrays: PyTree, plan: StoragePlan, keys: Collection[str]) -> Packed:

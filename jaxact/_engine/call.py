@@ -331,6 +331,7 @@ class _Rule:
             engine.prefix if contains_scan(flat.jaxpr) else None,
             active,
             tuple(draw.probe),
+            engine.is_checkpointed,
         )
         with planning():
             passes, inside = plan_call(

@@ -33,6 +33,7 @@ class CallKey:
       prefix: the call's module path, where scans inside have plans of their own.
       active: whether each value is differentiated.
       keys: the probe's.
+      is_checkpointed: as the engine's.
     """
 
     flat: Flat
@@ -41,6 +42,7 @@ class CallKey:
     prefix: str | None
     active: tuple[bool, ...]
     keys: tuple[str, ...]
+    is_checkpointed: bool = False
 
 
 @dataclasses.dataclass(eq=False)
@@ -102,7 +104,7 @@ def plan_call(
         flat = _with_settings(key.flat, settings)
         plan = decide(made.forward, flat, key.policy, prefix)
         plan = dataclasses.replace(plan, origin=plans)
-        passes = Passes(plan, key.storage)
+        passes = Passes(plan, key.storage, is_ordered=key.is_checkpointed)
         made.by_prefix[prefix] = made.distinct.setdefault(plan.contents, passes)
     return made.by_prefix[prefix], made.nested
 

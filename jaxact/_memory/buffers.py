@@ -6,7 +6,8 @@ carry), is freed. Memory is taken while any array that shares it lives. Field nu
 are those of BufferAssignmentProto and of the messages in it, in xla/service/hlo.proto.
 """
 
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, field
 
 from jaxact._memory import wire
 from jaxact._memory.program import Origin, Program
@@ -43,13 +44,17 @@ class Heap:
     Attributes:
       fixed: buffers that are taken all the time: arguments and outputs.
       curve: bytes of the other buffers, each time that one is allocated or shared.
+      gradients: bytes among these in backward's arrays with an argument's type.
+      residuals: bytes among these in arrays that live across the beginning of
+        backward, and are no gradients.
       at_peak: those that are taken when the curve is highest.
-      backward_start: where in the curve the first array of a backward pass is; None
-        if there is none.
+      backward_start: where in the curve a backward pass begins; None if there is none.
     """
 
     fixed: tuple[Buffer, ...]
     curve: tuple[int, ...]
+    gradients: tuple[int, ...]
+    residuals: tuple[int, ...]
     at_peak: tuple[Buffer, ...]
     backward_start: int | None
 
@@ -61,6 +66,23 @@ class _Array:
     size: int
     instruction: int
     index: tuple[int, ...]
+
+
+@dataclass(eq=False)
+class _Life:
+    """Memory from when it is taken until it is free.
+
+    Attributes:
+      start, end: in the curve; at `end` it is free.
+      members: the arrays that are in it, in turn or sharing it.
+      moments: for each, where in the curve it comes.
+    """
+
+    size: int
+    start: int
+    end: int = 0
+    members: list[int] = field(default_factory=list)
+    moments: list[int] = field(default_factory=list)
 
 
 def read_heap(proto: Message) -> Heap:
@@ -78,16 +100,42 @@ def read_heap(proto: Message) -> Heap:
         for trace in wire.messages(assignment, 4)
         if wire.integer(allocations[wire.integer(trace, 3)], 8) != _HOST
     ]
-    found = [_simulate(trace, arrays, program) for trace in traces]
-    curve, at_peak, start = max(
-        found, key=lambda each: max(each[0], default=0), default=([], [], None)
+    simulated = [_simulate(trace, arrays) for trace in traces]
+    curve, lives = max(
+        simulated, key=lambda each: max(each[0], default=0), default=([], [])
     )
+    length = len(curve)
+    start = _backward_start(lives, arrays, program, length)
+    buffers = {id(life): _described(life, arrays, program) for life in lives}
+    given = {b.type for b in fixed if b is not None and "argument" in b.kind}
+    is_gradient = lambda life: _is_gradient(buffers[id(life)], given)
+    peak = curve.index(max(curve)) if curve else 0
     return Heap(
         fixed=tuple(buffer for buffer in fixed if buffer is not None),
         curve=tuple(curve),
-        at_peak=tuple(at_peak),
+        gradients=_sum([life for life in lives if is_gradient(life)], length),
+        residuals=_sum(
+            [
+                life
+                for life in lives
+                if start is not None and life.start < start < life.end
+                if not is_gradient(life)
+            ],
+            length,
+        ),
+        at_peak=tuple(buffers[id(l)] for l in lives if l.start <= peak < l.end),
         backward_start=start,
     )
+
+
+def _described(life: _Life, arrays: dict[int, _Array], program: Program) -> Buffer:
+    members = [arrays[number] for number in life.members]
+    return _buffer(life.size, "temporary", members, program)
+
+
+def _is_gradient(buffer: Buffer, given: set[str]) -> bool:
+    """Whether backward makes it, with an argument's type."""
+    return buffer.origin.phase == "backward" and buffer.type in given
 
 
 def _array(message: Message) -> _Array:
@@ -125,52 +173,75 @@ def _is_argument(array: _Array, program: Program) -> bool:
 
 
 def _simulate(
-    trace: Message, arrays: dict[int, _Array], program: Program
-) -> tuple[list[int], list[Buffer], int | None]:
-    """The curve of a simulation, the buffers at its peak, where backward begins."""
+    trace: Message, arrays: dict[int, _Array]
+) -> tuple[list[int], list[_Life]]:
+    """A simulation's curve, and the lives that it sums up."""
     owner: dict[int, int] = {}  # of the memory that an array is in
-    users: dict[int, int] = {}  # by owner, the arrays in its memory that live
-    members: dict[int, list[int]] = {}  # by owner, all arrays so far
+    users: dict[int, int] = {}  # by owner, how many arrays in its memory live
+    living: dict[int, _Life] = {}  # by owner
+    lives: list[_Life] = []
     curve: list[int] = []
-    taken = peak = 0
-    at_peak: list[int] = []
-    start = None
+    taken = 0
     for event in wire.messages(trace, 1):
         kind, number = wire.integer(event, 1), wire.integer(event, 2)
         if kind == _FREE:
-            users[owner[number]] -= 1
-            if users[owner[number]] == 0:
-                taken -= arrays[owner[number]].size
+            first = owner[number]
+            users[first] -= 1
+            if users[first] == 0:
+                taken -= arrays[first].size
+                living.pop(first).end = len(curve)
             continue
         first = number
         if kind == _SHARE:
             first = owner.get(wire.integer(event, 5), wire.integer(event, 5))
         owner[number] = first
-        members.setdefault(first, []).append(number)
         users[first] = users.get(first, 0) + 1
         if users[first] == 1:
             taken += arrays[first].size
+            living[first] = _Life(arrays[first].size, len(curve))
+            lives.append(living[first])
+        living[first].members.append(number)
+        living[first].moments.append(len(curve))
         curve.append(taken)
-        if taken > peak:
-            peak = taken
-            at_peak = [each for each, count in users.items() if count]
-        if start is None and _is_backward(arrays[number], program):
-            start = len(curve) - 1
-    buffers = [
-        _buffer(
-            arrays[each].size,
-            "temporary",
-            [arrays[member] for member in members[each]],
-            program,
-        )
-        for each in at_peak
-    ]
-    return curve, buffers, start
+    for life in living.values():
+        life.end = len(curve)
+    return curve, lives
 
 
-def _is_backward(array: _Array, program: Program) -> bool:
-    made = program.instructions.get(array.instruction)
-    return made is not None and "transpose(jvp(" in made.name
+def _backward_start(
+    lives: list[_Life], arrays: dict[int, _Array], program: Program, length: int
+) -> int | None:
+    """Where backward begins: fewest arrays are on the wrong side of it.
+
+    XLA computes a constant for backward early, and the loss late.
+    """
+    forward, backward = [0] * length, [0] * length
+    for life in lives:
+        for moment, number in zip(life.moments, life.members, strict=True):
+            made = program.instructions.get(arrays[number].instruction)
+            name = "" if made is None else made.name
+            if "transpose(jvp(" in name:
+                backward[moment] = 1
+            elif "jvp(" in name:
+                forward[moment] = 1
+    if not any(backward):
+        return None
+    wrong = sum(forward)
+    least, start = wrong, 0
+    for moment in range(length):
+        if wrong < least:
+            least, start = wrong, moment
+        wrong += backward[moment] - forward[moment]
+    return start
+
+
+def _sum(lives: list[_Life], length: int) -> tuple[int, ...]:
+    """The curve for some lives."""
+    changes = [0] * (length + 1)
+    for life in lives:
+        changes[life.start] += life.size
+        changes[life.end] -= life.size
+    return tuple(itertools.accumulate(changes[:length]))
 
 
 def _buffer(size: int, kind: str, members: list[_Array], program: Program) -> Buffer:

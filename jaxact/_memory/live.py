@@ -5,12 +5,13 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from jax.stages import Compiled, Traced
 
 from jaxact._memory import wire
 from jaxact._memory.buffers import Buffer, Heap, read_heap
+from jaxact._memory.chart import chart, line_of, plot_parts
 from jaxact._memory.compiling import trace_and_compile
 from jaxact._memory.memory import Memory, measure
 from jaxact._saved import Saved
@@ -55,21 +56,31 @@ class Live(Tabular):
       rows: the largest first.
       curve: bytes in use each time that the step computes an array, first to last:
         arguments and outputs, which are reserved all the time, and temporaries.
-      backward_start: index in `curve` of the first array of a backward pass; None if
-        there is none.
+      backward_start: index in `curve` where a backward pass begins; None if there is
+        none.
       memory: the bytes that the compiler reserves.
+      residual_curve: the part that are temporaries which live across the beginning
+        of backward, and no gradients.
+      gradient_curve: the part that are backward's temporaries with an argument's type.
     """
 
-    derived = ("peak_bytes",)
+    derived = ("peak_bytes", "fixed_bytes")
     rows: tuple[LiveArray, ...]
     curve: tuple[int, ...]
     backward_start: int | None
     memory: Memory
+    residual_curve: tuple[int, ...]
+    gradient_curve: tuple[int, ...]
 
     @property
     def peak_bytes(self) -> int:
         """The most bytes in use at once."""
         return max(self.curve)
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes of arguments and results, which are in use all the time."""
+        return sum(row.bytes for row in self.rows if row.kind != "temporary")
 
     def bytes_of(self, kind: str) -> int:
         """Bytes of the arrays of one kind at the peak, such as 'temporary'."""
@@ -102,12 +113,51 @@ class Live(Tabular):
             large.append(_Group(sum(small), "", "", "smaller ones", ""))
         return _BRIEF, large
 
-    def plot(self, axis: "Axes | None" = None, label: str | None = None) -> "Axes":
+    def chart(
+        self,
+        budget: int | None = None,
+        *,
+        of: Literal["temp", "device"] = "temp",
+        top: int | None = None,
+        width: int = 64,
+        height: int = 12,
+    ) -> str:
+        """The bytes in use over the step as text, stacked by part.
+
+        From the bottom: arguments and results; residuals; gradients; other temporaries.
+        A column shows the fullest moment in its share of the step.
+
+        Args:
+          budget: bytes, drawn as a line, such as `Plan.budget`.
+          of: the memory that it limits, as `Plan.of`.
+          top: bytes that the chart is high, so that two compare; None: the most that it
+            shows.
+          width, height: in characters, without the labels.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, jaxact
+          >>> x = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+          >>> found = jaxact.live(lambda x: (x @ x) @ x, x)
+          >>> print(found.chart(height=3).splitlines()[0].split()[:2])
+          ['12', 'MiB']
+        """
+        return chart(self, budget, of, top, width, height)
+
+    def plot(
+        self,
+        axis: "Axes | None" = None,
+        label: str | None = None,
+        *,
+        budget: int | None = None,
+        of: Literal["temp", "device"] = "temp",
+    ) -> "Axes":
         """The bytes in use over the step, the peak, and where backward begins.
 
         Args:
           axis: to draw on, so that several steps compare; a new one when None.
-          label: for a legend; without one the largest arrays at the peak are named.
+          label: for a legend; without one the parts are stacked as in `chart`, and the
+            largest arrays at the peak are named.
+          budget, of: as in `chart`.
 
         Raises:
           ImportError: matplotlib is missing.
@@ -124,17 +174,22 @@ class Live(Tabular):
         heights = [size / 2**20 for size in self.curve]
         (line,) = axis.plot(positions, heights, label=label)
         color = line.get_color()
-        axis.fill_between(positions, heights, color=color, alpha=0.15)
         if self.backward_start is not None:
             start = positions[self.backward_start]
             axis.axvline(start, color=color, linestyle=":", linewidth=1)
         if label is None:
+            plot_parts(self, axis, positions)
             largest = [f"{bytes_text(r.bytes)} {_place(r)}" for r in self.rows[:4]]
             axis.set_title(
                 f"peak {bytes_text(self.peak_bytes)}: {'; '.join(largest)}",
                 fontsize="small",
                 wrap=True,
             )
+        else:
+            axis.fill_between(positions, heights, color=color, alpha=0.15)
+        if budget is not None:
+            level = line_of(self, budget, of) / 2**20
+            axis.axhline(level, color="tab:red", linestyle="--", label="budget")
         axis.set(xlim=(0, 1), ylim=(0, None), ylabel="bytes in use, MiB")
         axis.set_xlabel("arrays in the order they are computed; dotted: backward")
         return axis
@@ -206,6 +261,8 @@ def _live(heap: Heap, memory: Memory) -> Live:
         curve=tuple(fixed + size for size in heap.curve) or (fixed,),
         backward_start=heap.backward_start,
         memory=memory,
+        residual_curve=heap.residuals or (0,),
+        gradient_curve=heap.gradients or (0,),
     )
 
 

@@ -18,6 +18,7 @@ from support.gpu_target import needs_target
 
 SIDE = 256
 SQUARE = SIDE * SIDE * 4  # bytes of one float32 array
+ROWS = 128
 BOTH = pytest.mark.parametrize(
     "target", [None, pytest.param("h100", marks=needs_target)]
 )
@@ -81,6 +82,62 @@ def test_the_curve_goes_up_to_the_peak_and_packs_into_what_is_reserved(target):
     assert found.memory == jaxact.memory(step, *shapes, target=target)
 
 
+def clipped(length):
+    """A step that needs its whole gradient before it updates a donated weight."""
+
+    def loss(ws, x):  # the network's own arrays have no argument's shape
+        x = jnp.broadcast_to(x, (ROWS, SIDE))
+        return lax.scan(lambda x, w: (jnp.sin(x @ w), None), x, ws)[0].sum()
+
+    def step(ws, x):
+        gradient = jax.grad(loss)(ws, x)
+        return ws - gradient / jnp.sqrt((gradient**2).sum())
+
+    donating = jax.jit(step, donate_argnums=0)
+    return donating, shape(length, SIDE, SIDE), shape(ROWS, 1)
+
+
+@BOTH
+def test_the_parts_of_the_curve(target):
+    """Residuals: the stacked inputs and slopes; gradients: the stacked weights'."""
+    step, *shapes = clipped(24)
+    found = jaxact.live(step, *shapes, target=target)
+    start, one = found.backward_start, ROWS * SIDE * 4
+    assert start is not None
+    # The output of the forward loop may live across the beginning of backward too.
+    assert 0 <= found.residual_curve[start] - 2 * 24 * one <= 3 * one
+    assert max(found.gradient_curve) == 24 * SQUARE
+    parts = zip(found.residual_curve, found.gradient_curve, found.curve, strict=True)
+    assert all(r + g + found.fixed_bytes <= total for r, g, total in parts)
+    assert found.fixed_bytes == 24 * SQUARE + ROWS * 4
+
+
+def test_the_chart_is_the_curve():
+    step, *shapes = clipped(24)
+    found = jaxact.live(step, *shapes)
+    height, width = 20, len(found.curve)
+    lines = found.chart(found.bytes_of("temporary"), height=height, width=width)
+    *rows, ground, keys = lines.splitlines()
+    cells = [row.partition("|")[2].ljust(width)[:width] for row in rows]
+    columns = ["".join(column)[::-1] for column in zip(*cells, strict=True)]
+    row = found.peak_bytes / height
+    for i, column in enumerate(columns):
+        parts = {
+            ":": found.fixed_bytes,
+            "#": found.residual_curve[i],
+            "=": found.gradient_curve[i],
+        }
+        for character, size in parts.items():
+            assert abs(column.count(character) * row - size) <= row
+        stack = column.rstrip().rstrip("-").rstrip()
+        assert abs(len(stack) * row - found.curve[i]) <= row
+    assert "-" in cells[0] or " " not in cells[0]  # the budget is the peak's
+    assert rows[0].endswith("MiB") and "- budget" in keys
+    assert ground.partition("+")[2].index("^") == found.backward_start
+    twice = found.chart(top=2 * found.peak_bytes, height=height).splitlines()
+    assert all(line.endswith("|") for line in twice[: height // 2 - 1])
+
+
 def test_donated_arguments_are_told_apart():
     step = jax.jit(lambda state, x: state + jnp.sin(x), donate_argnums=0)
     found = jaxact.live(step, shape(SIDE, SIDE), shape(SIDE, SIDE))
@@ -137,6 +194,11 @@ def test_plot():
     other = found.plot(axis, label="again")
     assert other is axis and len(axis.lines) == 4  # two curves, two dotted lines
     assert axis.lines[2].get_label() == "again"
+    parts = [area.get_label() for area in axis.collections]
+    assert parts[:4] == ["arguments, results", "residuals", "gradients", "other"]
+    axis = found.plot(budget=2**20, of="device")
+    assert axis.lines[-1].get_label() == "budget"
+    assert list(axis.lines[-1].get_ydata()) == [1, 1]
 
 
 CACHED = """

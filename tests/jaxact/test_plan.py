@@ -1,9 +1,9 @@
 """Plans: within the budget, cheaper with more of it, and honest where none is found."""
 
 import functools
-import itertools
 import json
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,12 @@ import pytest
 
 import jaxact
 from jaxact import Plan, Policy, Quantize, Rule
-from jaxact._budget.candidates import EVERY, relative_error, stored_bytes
+from jaxact._budget.candidates import (
+    EVERY,
+    ON_HOST,
+    relative_error,
+    stored_bytes,
+)
 from jaxact._budget.plan import planned_rows
 from jaxact._budget.read import Step, read_problem
 from jaxact._budget.search import policy_of
@@ -20,6 +25,7 @@ from jaxact._budget.size import parsed
 from jaxact._budget.solve import solve
 from jaxact._memory.targets import gpu_of
 from jaxact._residual import Residual
+from support.gpu_target import needs_target
 from support.variants import thorough
 
 WIDTHS = [Quantize(bits) for bits in (1, 2, 4, 8)]
@@ -161,6 +167,13 @@ def test_a_budget_that_is_too_small():
     text = str(error.value)
     for part in ("9.766 KiB", "The smallest takes", "residuals", "gradients", "on cpu"):
         assert part in text
+    sizes = {"KiB": 2**10, "MiB": 2**20}
+    taken, *parts = (
+        float(number) * sizes[unit]
+        for number, unit in re.findall(r"([\d.]+) ([KM]iB)(?=[ ,)])", text)
+    )
+    assert len(parts) == 3  # residuals, gradients, workspace
+    assert sum(parts) == pytest.approx(taken, rel=1e-3)  # of four digits each
 
 
 def test_bounds_on_time_and_noise(plans):
@@ -238,6 +251,7 @@ def test_sizes(budget, expected):
         ({"slowdown": -1.0}, ValueError, "slowdown=0.1"),
         ({"policy": 4}, TypeError, "a jaxact.Policy is required"),
         ({"actions": [4]}, TypeError, "a sequence of actions"),
+        ({"actions": [jaxact.Offload()]}, ValueError, "Leave it out"),
         ({"target": "h1000"}, ValueError, "unknown target"),
         (
             {"policy": Policy(recompute=jax.checkpoint_policies.dots_saveable)},
@@ -296,29 +310,34 @@ def test_a_loop_inside_a_call_is_computed_again_once():
     assert times and max(times) < 0.6
 
 
-def test_memory_over_the_calls_of_a_step():
-    """An early call has all gradients and few residuals, a late one the opposite."""
-    small = compressed(lambda w, x: jnp.tanh(x @ w))
+def test_host_memory_where_nothing_may_err():
+    """At no noise half of the residuals go to the host; its link takes the time."""
+    step, *args = network()
+    read = Step(step, args, {})
+    gpu = gpu_of("h100")
+    problem = read_problem(read, Policy(), (*EVERY, *ON_HOST), gpu, None)
+    device = problem.on_the_device().without_recomputation()
+    exact = solve(device, math.inf, noise=0.0)
+    room = exact.live_bytes / 2
+    assert solve(device, room, noise=0.0) is None
+    found = solve(problem.without_recomputation(), room, noise=0.0)
+    rows = planned_rows(found)
+    moved = [row for row in rows if isinstance(row.action, jaxact.Offload)]
+    assert moved and all(row.stored_bytes == 0 == row.noise for row in moved)
+    whole = sum(row.exact_bytes for row in moved)
+    expected = 2 * whole / gpu.host_bytes_per_second / problem.seconds
+    assert sum(row.time for row in moved) == pytest.approx(expected)
+    # With noise allowed some bits are cheaper than the way to the host.
+    free = planned_rows(solve(problem.without_recomputation(), room))
+    assert not any(isinstance(row.action, jaxact.Offload) for row in free)
 
-    def loss(ws, x):
-        for number, w in enumerate(ws):
-            with jax.named_scope(f"layer{number}"):
-                x = small(w, x)
-        return x.sum()
 
-    of = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
-    sizes = (256, 128, 64, 32)
-    ws = [of(pair) for pair in itertools.pairwise(sizes)]
-    step = Step(jax.grad(loss), (ws, of((512, 256))), {})
-    problem = read_problem(step, Policy(), WIDTHS, gpu_of("h100"), None)
-    assert [call.key for call in problem.calls] == ["layer0", "layer1", "layer2"]
-    owned = [call.gradient_bytes for call in problem.calls]
-    assert owned == [4 * a * b for a, b in itertools.pairwise(sizes)]
-    exact = solve(problem, math.inf)
-    stored, left, moments = problem.outside_bytes, problem.gradient_bytes, []
-    for choice, gradient in zip(exact.choices, owned, strict=True):
-        stored += choice.stored_bytes
-        moments.append(stored + choice.workspace + left)
-        left -= gradient
-    assert exact.live_bytes == max(moments)
-    assert left == 0
+@needs_target
+@pytest.mark.slow
+def test_the_compiled_step_is_smaller_with_residuals_on_the_host():
+    step, *args = network(batch=4096, width=256)
+    options = {"target": "h100", "actions": [jaxact.Offload()], "noise": 0.0}
+    # In a checkpoint and exact, the inputs alone take 48 MiB; in all 89 are compiled.
+    plan = jaxact.plan(step, *args, budget="70MiB", **options)
+    assert plan.bytes <= plan.budget and plan.noise == 0
+    assert any(isinstance(row.action, jaxact.Offload) for row in plan.rows)

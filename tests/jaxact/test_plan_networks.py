@@ -75,9 +75,13 @@ def test_a_transformer_of_twelve_layers():
 QUARTERS = {"gpt2-medium": "4068MiB", "vit-b": "1505MiB", "resnet50": "690MiB"}
 
 
-@needs_target
-@pytest.mark.parametrize("name", QUARTERS)
-def test_networks_on_a_gpu(name, load):
+# The least that a plan met was 2255, 263 and 368 MiB.
+SMALLEST = {"gpt2-medium": "2300MiB", "vit-b": "350MiB", "resnet50": "385MiB"}
+
+
+def planned(name, budget, load):
+    """A plan for the training step of a benchmark's network."""
+
     def block(block):
         activations = None if isinstance(block, type) else "x"
         return jaxact.compress(block, activations=activations)
@@ -85,9 +89,21 @@ def test_networks_on_a_gpu(name, load):
     way = load("step_ways").Way("plan", block)
     network = load("step_networks").NETWORKS[name]
     trainer = load("step_runs").Trainer(network, way)
-    budget = QUARTERS[name]
-    plan = jaxact.plan(trainer.step, *trainer.shapes, budget=budget, target="h100")
-    fits(plan)
+    return jaxact.plan(trainer.step, *trainer.shapes, budget=budget, target="h100")
+
+
+@needs_target
+@pytest.mark.parametrize("name", QUARTERS)
+def test_networks_on_a_gpu(name, load):
+    fits(planned(name, QUARTERS[name], load))
+
+
+@needs_target
+@pytest.mark.parametrize("name", SMALLEST)
+def test_the_smallest_budgets_of_networks(name, load):
+    plan = planned(name, SMALLEST[name], load)
+    assert plan.bytes <= plan.budget
+    assert len(plan.trail) <= 4
 
 
 def test_the_predicted_noise_is_that_of_the_gradient():

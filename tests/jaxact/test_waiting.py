@@ -58,3 +58,41 @@ def test_a_gradient_waits_as_narrow_as_it_was_computed(dtype):
 def test_a_gradient_that_was_computed_in_float32_waits_in_it(f):
     held, result = waiting(f, W, X)
     assert held == result == jnp.float32
+
+
+def test_a_checkpointed_call_ends_one_weight_before_it_starts_the_next():
+    """The later weight's gradient waits with the packed input of the earlier one."""
+    shapes = {"first": (256, 128), "second": (128, 32)}
+    w = {name: jax.ShapeDtypeStruct(shape, X.dtype) for name, shape in shapes.items()}
+    f = lambda w, x: jnp.tanh(jnp.tanh(x @ w["first"]) @ w["second"])
+
+    def parts(recompute):
+        """Types in each barrier with one of the gradients, which may be transposed."""
+        policy = jaxact.Policy(2, recompute=recompute)
+        layer = jaxact.compress(f, policy=policy, activations="x")
+        step = jax.grad(lambda w, x: layer(w, x).astype(jnp.float32).sum())
+        for eqn in equations(open_jaxpr(jax.make_jaxpr(step)(w, X))[0]):
+            if eqn.primitive.name == "optimization_barrier":
+                held = {tuple(sorted(v.aval.shape)) for v in eqn.outvars}
+                if (32, 128) in held and (128, 256) not in held:
+                    yield {v.aval.dtype.name for v in eqn.outvars}
+
+    assert list(parts(jaxact.Checkpoint())) == [{"bfloat16", "uint32"}]
+    assert not list(parts(None))
+
+
+def test_a_checkpointed_call_casts_its_weights_when_its_input_is_there():
+    """Else XLA casts those of all layers before the first one runs."""
+
+    def together(recompute):
+        policy = jaxact.Policy(2, recompute=recompute)
+        f = lambda w, x: jnp.tanh(x @ w.astype(x.dtype))
+        layer = jaxact.compress(f, policy=policy, activations="x")
+        step = jax.grad(lambda w, x: layer(w, x).astype(jnp.float32).sum())
+        for eqn in equations(open_jaxpr(jax.make_jaxpr(step)(W, X))[0]):
+            if eqn.primitive.name == "optimization_barrier":
+                yield {(v.aval.shape, v.aval.dtype) for v in eqn.outvars}
+
+    both = {(W.shape, W.dtype), (X.shape, X.dtype)}
+    assert both in together(jaxact.Checkpoint())
+    assert both not in together(None)
