@@ -48,7 +48,7 @@ class LargestBatch(Saved):
       bytes: that it takes; 0 without it.
       next_bytes: that the next larger batch takes, which does not fit; None where
         that was not compiled.
-      compiled: every batch that was, in order.
+      compiled: every batch that was, in order, known ones first.
     """
 
     derived = ("is_certified",)
@@ -146,7 +146,8 @@ def max_batch(
       degree: of the polynomial in the batch that its memory is close to. 2 where
         `step_of_batch` takes the side of an image, or the width of a network, instead.
       known: by the name of a policy, bytes by batch that were compiled before, as
-        another budget's row has them. They are not compiled again.
+        another budget's row has them. They are not compiled again. A batch of 0 stands
+        for memory that every batch takes, such as the state of training.
 
     Returns:
       `LargestBatches`, a row for each policy.
@@ -299,9 +300,9 @@ class _Search:
         return LargestBatch(
             name,
             batch,
-            self.sizes.get(batch, 0),
+            self.sizes[batch] if batch else 0,
             self.sizes.get(following),
-            tuple(CompiledBatch(n, size) for n, size in self.sizes.items()),
+            tuple(CompiledBatch(n, size) for n, size in self.sizes.items() if n),
         )
 
 

@@ -69,6 +69,16 @@ def test_batches_that_are_known_are_not_compiled():
     assert searched(size, 20_000_000, known=known) == first
 
 
+@pytest.mark.parametrize("limit", [4_000_000, 5_050_000, 5_700_000, 80_000_000])
+def test_the_memory_of_every_batch_may_be_known(limit):
+    size = lambda n: 5_000_000 + 70_001 * n + 300_000 * (n > 0)
+    row = searched(size, limit, 4, known=[0])
+    assert row.is_certified and all(c.batch for c in row.compiled)
+    assert len(row.compiled) <= 4
+    assert (row.batch, row.bytes) == (0, 0) or size(row.batch) == row.bytes <= limit
+    assert size(row.batch + 4) == row.next_bytes > limit
+
+
 def test_a_search_ends_where_nothing_grows():
     row = searched(lambda n: 100, 1000)
     assert not row.is_certified
