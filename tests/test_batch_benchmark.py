@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import pytest
 pytest.importorskip("flax")
 pytest.importorskip("optax")
 pytestmark = pytest.mark.unoptimized
+EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 def test_shapes_of_a_batch_that_does_not_exist(load):
@@ -40,10 +42,12 @@ def test_the_table(load):
         row("uncompressed", 10),
         row("jaxact 2 bits", 25),
         row("checkpoint", 40, next_bytes=None),
-        row("uncompressed", 4, vary="width", multiple_of=64),
+        row("uncompressed", 4, vary="width", unit="channels", multiple_of=64),
     ]
     text = load("batch").markdown(rows)
-    batches, widths, others = text.split("**Largest ")[1:] + [text]
+    both, sizes, batches, widths = text.split("**Largest ")[1:]
+    assert "| | tiny GPT |" in both and "| jaxact 2 bits | 25 (2.5x) |" in both
+    assert "| | tiny GPT: width (channels) |" in sizes
     assert batches.startswith("batch: tiny GPT, length 32, bfloat16, scanned")
     assert "| jaxact 2 bits | 25 (2.5x) |" in batches
     assert "| checkpoint | at least 40 (4.0x) |" in batches
@@ -52,7 +56,17 @@ def test_the_table(load):
     assert "channels, multiples of 64" not in batches
     assert "| uncompressed | 4 (1.0x) |" in widths
     assert "GiB: uncompressed 0.5 + 0.2 of 1.0." in widths
-    assert "6.6 to 14 times" in others
+    assert "6.6 to 14 times" in widths
+
+
+def test_the_readme_has_the_tables_of_the_results(load):
+    batch = load("batch")
+    readme = (EXAMPLES / "README.md").read_text()
+    results = EXAMPLES / "benchmarks" / "results"
+    rows = json.loads((results / "batch.json").read_text())
+    assert (results / "batch.md").read_text() == batch.markdown(rows)
+    for table in batch.summary(rows, "24GiB"):
+        assert table in readme, table
 
 
 def parameters(network):

@@ -31,6 +31,9 @@ from step_ways import WAYS, Way, compressed, compressed_checkpoint
 import jaxact
 
 Record = dict[str, Any]
+# Choosing among kernels takes a third of the time to compile, and no choice changed the
+# memory of a step: ResNet-152 uncompressed and at 2 bits, the encoder of text too.
+OPTIONS = {"xla_gpu_autotune_level": 0}
 ROWS: dict[str, Way] = {
     way.name: way
     for way in (
@@ -71,7 +74,7 @@ def largest(
 
     def step_of_size(size: int) -> tuple[Any, tuple[Any, Any]]:
         resized = quantity.resized(network, size)
-        trainer = Trainer(resized, way)
+        trainer = Trainer(resized, way, OPTIONS)
         return trainer.step, (jax.eval_shape(trainer.init), batch_shapes(resized))
 
     row: Record = {"network": name, "vary": vary, "way": way.name, "target": target}
@@ -134,19 +137,46 @@ def batch_shapes(network: Network) -> Any:
 
 
 def markdown(rows: list[Record]) -> str:
-    """A table for each network and quantity, with a column for each memory."""
-    lines = []
-    for key in dict.fromkeys((row["network"], row["vary"]) for row in rows):
-        mine = [row for row in rows if (row["network"], row["vary"]) == key]
+    """A summary, then a table for each network and quantity, with all memories."""
+    memories = dict.fromkeys(row["memory"] for row in rows)
+    lines = [table for memory in memories for table in summary(rows, memory)]
+    for key in dict.fromkeys(map(step_of, rows)):
+        mine = [row for row in rows if step_of(row) == key]
         sizes = list(dict.fromkeys(row["memory"] for row in mine))
-        by_key = {(row["way"], row["memory"]): row for row in mine}
-        lines += [title(mine[0]), "", f"| | {' | '.join(sizes)} |"]
-        lines += [f"|---|{'---:|' * len(sizes)}"]
-        for way in dict.fromkeys(row["way"] for row in mine):
-            cells = [cell(by_key, way, size) for size in sizes]
+        columns = {size: [r for r in mine if r["memory"] == size] for size in sizes}
+        lines += [title(mine[0]), table(columns), fixed_bytes(mine), described(mine)]
+    return "\n\n".join([*lines, OTHERS]) + "\n"
+
+
+def summary(rows: list[Record], memory: str) -> list[str]:
+    """Tables with a column for each network: of batches, then of other quantities."""
+    columns: dict[bool, dict[str, list[Record]]] = {True: {}, False: {}}
+    for row in rows:
+        if row["memory"] == memory:
+            name, is_batch = NETWORKS[row["network"]].name, row["vary"] == "batch"
+            head = name if is_batch else f"{name}: {row['vary']} ({row['unit']})"
+            columns[is_batch].setdefault(head, []).append(row)
+    kinds = {True: "batch", False: "depth, width, resolution"}
+    return [
+        f"**Largest {kinds[is_batch]} on {memory}**\n\n{table(found)}"
+        for is_batch, found in columns.items()
+        if found
+    ]
+
+
+def step_of(row: Record) -> tuple[str, str]:
+    return row["network"], row["vary"]
+
+
+def table(columns: dict[str, list[Record]]) -> str:
+    """A column for each list of rows, a line for each way."""
+    lines = [f"| | {' | '.join(columns)} |", f"|---|{'---:|' * len(columns)}"]
+    by_way = [{row["way"]: row for row in rows} for rows in columns.values()]
+    for way in ROWS:
+        if any(way in rows for rows in by_way):
+            cells = [cell(rows, way) for rows in by_way]
             lines.append(f"| {way} | {' | '.join(cells)} |")
-        lines += ["", fixed_bytes(mine), "", described(mine), ""]
-    return "\n".join([*lines, OTHERS, ""])
+    return "\n".join(lines)
 
 
 def title(row: Record) -> str:
@@ -157,18 +187,17 @@ def title(row: Record) -> str:
     return f"**Largest {row['vary']}: {about}**; {row['unit']}{step}"
 
 
-def cell(rows: dict[tuple[str, str], Record], way: str, memory: str) -> str:
-    row = rows.get((way, memory))
+def cell(rows: dict[str, Record], way: str) -> str:
+    row, base = rows.get(way), rows.get("uncompressed")
     if row is None:
         return "-"
-    base = rows.get(("uncompressed", memory))
     times = f" ({row['size'] / base['size']:.1f}x)" if base and base["size"] else ""
     open_end = "" if row["next_bytes"] is not None else "at least "
-    return f"{open_end}{row['size']}{times}"
+    return f"{open_end}{row['size']:,}{times}"
 
 
 def fixed_bytes(rows: list[Record]) -> str:
-    """The part of the memory that no way of keeping residuals makes smaller."""
+    """The memory that stays, however residuals are kept."""
     gib = lambda count: f"{count / 2**30:.1f}"
     parts = [
         (gib(row["state_bytes"]), gib(row["gradient_bytes"]), gib(row["limit"]))

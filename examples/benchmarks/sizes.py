@@ -34,7 +34,7 @@ def batch(network: Network) -> Quantity:
     return Quantity(
         network.unit if network.unit != "tokens" else "texts",
         lambda network, size: dataclasses.replace(network, batch=size),
-        {"images": 8, "nodes": 1024}.get(network.unit, 1),
+        {"images": 8, "nodes": 16_384}.get(network.unit, 1),
         has_parameters=False,
         phrase=lambda network: f", batch {network.batch}",
     )

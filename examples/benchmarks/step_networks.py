@@ -287,7 +287,7 @@ LARGE: dict[str, Network] = {
     ),
     # A class token and 511 more.
     "bert-large": TextClassifier(
-        name="an encoder like BERT-large, scanned",
+        name="BERT-large with norms first, scanned",
         module=functools.partial(vit.TextEncoder, 256, scanned=True),
         blocks={"block": vit.Block},
         size=511,
@@ -299,7 +299,7 @@ LARGE: dict[str, Network] = {
         "GCN", gnn.GCN(features=128, classes=40, width=256), batch=169_343, degree=14
     ),
     "llama-1b-lora": Adapted(
-        "adapters (LoRA) of a decoder like Llama of 1.2 billion parameters",
+        "LoRA on a decoder like Llama, 1.2 billion parameters",
         LLAMA,
         batch=4,
     ),
