@@ -137,15 +137,13 @@ def test_text_of_a_file(tmp_path):
     assert first.shape == (3, 4) and (first == again).all()
 
 
-@jax.numpy_dtype_promotion("standard")  # as Flax asks
-def test_models_have_their_published_sizes():
-    resnet = pytest.importorskip("examples.models.resnet")
-    from examples.models import gpt
+def test_models_have_their_published_sizes(load):
+    pytest.importorskip("flax")
+    gpt, resnet, vit = (load(f"models.{name}") for name in ("gpt", "resnet", "vit"))
 
     count = lambda tree: sum(leaf.size for leaf in jax.tree.leaves(tree))
     assert count(gpt.SMALL.shapes) == 124_439_808
     assert count(gpt.MEDIUM.shapes) == 354_823_168
-    vit = pytest.importorskip("examples.models.vit")
     image = jax.ShapeDtypeStruct((1, 224, 224, 3), jnp.float32)
     # As torchvision counts them.
     for net, size in {

@@ -10,8 +10,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-
-from .scanned import scanned
+from models.scanned import scanned
 
 
 class Block(nn.Module):
