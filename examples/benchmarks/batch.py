@@ -8,8 +8,8 @@ No GPU is needed. Each row is certified by the target's compiler: the size fits,
 next one (8 more for batches of images) does not, both compiled; 5 % of the memory stays
 free. A step is value, gradient and AdamW update, its state donated. With OUTPUT,
 OUTPUT.json gets each row as it is found, and OUTPUT.md the tables; rows that the file
-has are not searched again, and their compiled sizes serve other memories. Nothing runs,
-so nothing is said about time.
+has are not searched again, but for those that were not certified, and their compiled
+sizes serve other memories. Nothing runs, so nothing is said about time.
 """
 
 import argparse
@@ -113,7 +113,7 @@ def largest(
 
 
 def known_sizes(row: Record, earlier: list[Record]) -> dict[int, int]:
-    """Bytes by size that rows of other memories have of the same step."""
+    """Bytes by size that earlier rows have of the same step."""
     same = row | {name: environment()[name] for name in ("jax", "flax", "jaxact")}
     return {
         int(size): count
@@ -229,14 +229,15 @@ def main() -> None:
     path = options.output and options.output.with_suffix(".json")
     rows = json.loads(path.read_text()) if path and path.exists() else []
     key = lambda row: (row["network"], row["vary"], row["way"], row["memory"])
-    done = {key(row) for row in rows}
+    done = {key(row) for row in rows if row["next_bytes"] is not None}
     for memory in options.memory:
         for name in options.model:
             for way in options.rows:
                 if (name, options.vary, way, memory) in done:
                     continue
                 chosen = name, options.vary, ROWS[way], memory, options.target
-                rows.append(largest(*chosen, rows))
+                found = largest(*chosen, rows)
+                rows = [row for row in rows if key(row) != key(found)] + [found]
                 if path:
                     path.write_text(json.dumps(rows, indent=1) + "\n")
                     options.output.with_suffix(".md").write_text(markdown(rows))
