@@ -137,17 +137,25 @@ def test_text_of_a_file(tmp_path):
     assert first.shape == (3, 4) and (first == again).all()
 
 
-@jax.numpy_dtype_promotion("standard")  # as Flax asks
-def test_models_have_their_published_sizes():
-    resnet = pytest.importorskip("examples.models.resnet")
-    from examples.models import gpt
+def test_models_have_their_published_sizes(load):
+    pytest.importorskip("flax")
+    gpt, resnet, vit = (load(f"models.{name}") for name in ("gpt", "resnet", "vit"))
 
     count = lambda tree: sum(leaf.size for leaf in jax.tree.leaves(tree))
     assert count(gpt.SMALL.shapes) == 124_439_808
     assert count(gpt.MEDIUM.shapes) == 354_823_168
-    init = functools.partial(resnet.ResNet50(1000).init, train=True)
     image = jax.ShapeDtypeStruct((1, 224, 224, 3), jnp.float32)
-    assert count(jax.eval_shape(init, jax.random.key(0), image)["params"]) == 25_557_032
+    # As torchvision counts them.
+    for net, size in {
+        resnet.ResNet50(1000): 25_557_032,
+        resnet.ResNet152(1000, scanned=True): 60_192_808,
+        vit.ViTL16(1000, scanned=True): 304_326_632,
+    }.items():
+        init = net.init
+        if isinstance(net, resnet.ResNet):
+            init = functools.partial(init, train=True)
+        found = jax.eval_shape(init, jax.random.key(0), image)
+        assert count(found["params"]) == size, type(net)
 
 
 def test_a_head_computes_its_gradient_in_the_dtype_of_its_input():

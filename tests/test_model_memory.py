@@ -17,7 +17,7 @@ from examples.models import gpt
 from jaxact._memory.compiling import compile_step
 from support.gpu_target import needs_target
 
-resnet = pytest.importorskip("examples.models.resnet")
+pytest.importorskip("flax")
 
 pytestmark = [pytest.mark.slow, needs_target]
 
@@ -64,7 +64,8 @@ def classify(net, batch=64):
 pack = functools.partial(jaxact.compress, policy=TWO_BITS)
 
 
-def test_resnet50():
+def test_resnet50(load):
+    resnet = load("models.resnet")
     plain = classify(resnet.ResNet50(1000))
     assert temp_bytes(plain) >= 2400 * MIB
     blocks = {"block": pack(resnet.Bottleneck), "stem": pack(resnet.Stem)}

@@ -53,13 +53,18 @@ class State(struct.PyTreeNode):
 
 
 class Trainer:
-    """A network trained in one way: AdamW, with the state donated to the step."""
+    """A network trained in one way: AdamW, with the state donated to the step.
 
-    def __init__(self, network: Network, way: Way):
+    `options` are XLA's, for compiling the step.
+    """
+
+    def __init__(
+        self, network: Network, way: Way, options: dict[str, Any] | None = None
+    ):
         self.network, self.way = network, way
         self.optimizer = optax.adamw(1e-3)
         self.init = jax.jit(self._init)
-        self.step = jax.jit(self._step, donate_argnums=0)
+        self.step = jax.jit(self._step, donate_argnums=0, compiler_options=options)
 
     def _init(self) -> State:
         params, statistics = self.network.init(jax.random.key(0))

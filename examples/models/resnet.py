@@ -13,6 +13,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from models.scanned import scanned
 
 
 def layers(dtype: Any, train: bool) -> tuple[Any, Any]:
@@ -52,18 +53,22 @@ class Block(nn.Module):
 class Bottleneck(nn.Module):
     """A 3x3 convolution between two of 1x1, added to their input.
 
-    The last convolution has four times `channels`; the 3x3 one carries the stride.
+    The last convolution has four times `channels`; the 3x3 one carries the stride. The
+    other two have `widening` times `channels` (Zagoruyko and Komodakis 2016,
+    arXiv:1605.07146).
     """
 
     channels: int
     stride: int = 1
     dtype: Any = jnp.bfloat16
+    widening: float = 1.0
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
         conv, norm = layers(self.dtype, train)
-        y = nn.relu(norm()(conv(self.channels, (1, 1))(x)))
-        y = conv(self.channels, (3, 3), strides=self.stride)(y)
+        inner = round(self.widening * self.channels)
+        y = nn.relu(norm()(conv(inner, (1, 1))(x)))
+        y = conv(inner, (3, 3), strides=self.stride)(y)
         y = nn.relu(norm()(y))
         y = conv(4 * self.channels, (1, 1))(y)
         y = norm(scale_init=nn.initializers.zeros)(y)  # each block starts as identity
@@ -88,7 +93,8 @@ class ResNet(nn.Module):
 
     Parameters and the returned logits [batch, num_classes] are float32; everything
     between is computed in `dtype`. `blocks_per_stage` is one number for all stages or
-    one for each. Without a `stem`, one 3x3 convolution reads the image.
+    one for each. Without a `stem`, one 3x3 convolution reads the image. With `scanned`,
+    the blocks of a stage after its first one are scanned over.
     """
 
     num_classes: int
@@ -97,6 +103,7 @@ class ResNet(nn.Module):
     block: type[nn.Module] = Block
     dtype: Any = jnp.bfloat16
     stem: type[nn.Module] | None = None
+    scanned: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
@@ -111,9 +118,12 @@ class ResNet(nn.Module):
         for stage, (channels, count) in enumerate(
             zip(self.channels, counts, strict=True)
         ):
-            for index in range(count):
+            for index in range(min(count, 1) if self.scanned else count):
                 stride = 2 if stage > 0 and index == 0 else 1
                 x = self.block(channels, stride, self.dtype)(x, train)
+            if self.scanned and count > 1:
+                equal = self.block(channels, 1, self.dtype)
+                x = scanned(equal, count - 1, x, train)
         # Not x.mean((1, 2)): fused with the block's bf16 sum and relu, a reduction
         # gives NaN on the CPU in JAX 0.12.0, with or without jaxact.
         x = nn.avg_pool(x, x.shape[1:3])[:, 0, 0]
@@ -127,3 +137,9 @@ class ResNet50(ResNet):
     blocks_per_stage: int | Sequence[int] = (3, 4, 6, 3)
     block: type[nn.Module] = Bottleneck
     stem: type[nn.Module] | None = Stem
+
+
+class ResNet152(ResNet50):
+    """For images of 224x224."""
+
+    blocks_per_stage: int | Sequence[int] = (3, 8, 36, 3)

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
+
 from jaxact._budget.size import parsed
 from jaxact._engine.warnings import CompressionWarning
 from jaxact._measure.progress import progress
@@ -46,7 +48,7 @@ class LargestBatch(Saved):
       bytes: that it takes; 0 without it.
       next_bytes: that the next larger batch takes, which does not fit; None where
         that was not compiled.
-      compiled: every batch that was, in order.
+      compiled: every batch that was, in order, known ones first.
     """
 
     derived = ("is_certified",)
@@ -123,6 +125,8 @@ def max_batch(
     budget: str | int | None = None,
     multiple_of: int = 1,
     reserve: str | int | float = 0.05,
+    degree: int = 1,
+    known: Mapping[str, Mapping[int, int]] | None = None,
 ) -> LargestBatches:
     """Find the largest batch whose step fits the device, for each policy.
 
@@ -139,6 +143,11 @@ def max_batch(
       multiple_of: try these batches alone, such as 8.
       reserve: that is left free for what the compiler does not count: the runtime's
         own memory, workspaces of libraries, fragments. Bytes, or a part of the budget.
+      degree: of the polynomial in the batch that its memory is close to. 2 where
+        `step_of_batch` takes the side of an image, or the width of a network, instead.
+      known: by the name of a policy, bytes by batch that were compiled before, as
+        another budget's row has them. They are not compiled again. A batch of 0 stands
+        for memory that every batch takes, such as the state of training.
 
     Returns:
       `LargestBatches`, a row for each policy.
@@ -146,7 +155,7 @@ def max_batch(
     Raises:
       TypeError: `step_of_batch` is no function, or returns neither a step nor its
         arguments; `policies` is no mapping to policies.
-      ValueError: a wrong size; no budget and no target; as `memory`.
+      ValueError: a wrong size or degree; no budget and no target; as `memory`.
 
     Example:
       >>> import functools, jax, jax.numpy as jnp, jaxact
@@ -163,7 +172,7 @@ def max_batch(
       True
     """
     policies = {"the step": None} if policies is None else policies
-    _check(step_of_batch, policies, multiple_of)
+    _check(step_of_batch, policies, {"multiple_of": multiple_of, "degree": degree})
     limit = _limit(target, budget, reserve)
     devices: list[str] = []
 
@@ -178,7 +187,8 @@ def max_batch(
 
     rows = []
     for name, policy in progress(list(policies.items()), "the largest batch"):
-        search = _Search(limit, multiple_of)
+        earlier = dict((known or {}).get(name, {}))
+        search = _Search(limit, multiple_of, degree, earlier)
         while (batch := search.next()) is not None:
             search.sizes[batch] = taken(batch, policy)
         rows.append(search.row(name))
@@ -213,11 +223,16 @@ class _Search:
 
     Attributes:
       sizes: bytes by batch, in the order in which they were compiled.
+      num_known: of the first of them, that this search did not compile.
     """
 
     limit: int
     multiple_of: int
+    degree: int = 1
     sizes: dict[int, int] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.num_known = len(self.sizes)
 
     @property
     def fitting(self) -> int:
@@ -232,8 +247,9 @@ class _Search:
     def next(self) -> int | None:
         """The batch to compile next; None: there is nothing left to find."""
         count, unit = len(self.sizes), self.multiple_of
+        num_compiled = count - self.num_known
         low, high = self.fitting, self.above
-        is_over = count >= MOST_COMPILES
+        is_over = num_compiled >= MOST_COMPILES
         if is_over or (high is not None and high <= low + unit):
             return None
         if low >= _MOST_BATCH // unit * unit:
@@ -243,7 +259,7 @@ class _Search:
         if count == 1:
             return _SECOND * unit if high is None else unit
         wanted = self._predicted()
-        if count == MOST_COMPILES - 1 and low:
+        if num_compiled == MOST_COMPILES - 1 and low:
             wanted = low  # its neighbour, below: to certify it
         wanted = low + unit if wanted <= low else wanted
         if high is not None:
@@ -251,14 +267,32 @@ class _Search:
         return min(wanted, _MOST_BATCH // unit * unit)
 
     def _predicted(self) -> int:
-        """The largest batch that fits, on the line through the two batches nearest."""
-        by_distance = sorted(self.sizes, key=lambda n: abs(self.sizes[n] - self.limit))
-        first, second = sorted(by_distance[:2])
-        slope = (self.sizes[second] - self.sizes[first]) / (second - first)
+        """The largest batch that fits, by the batches nearest to it."""
+        nearest = sorted(self.sizes, key=lambda n: abs(self.sizes[n] - self.limit))
+        batch = self._crossing(nearest[: self.degree + 1])
+        low, high = self.fitting, self.above
+        if high is not None and low and not low < batch < high:
+            batch = self._line(low, high, 1)
+        return max(1, int(batch // self.multiple_of)) * self.multiple_of
+
+    def _crossing(self, batches: list[int]) -> float:
+        """Where the polynomial through these batches takes the limit."""
+        if self.degree == 1 or len(batches) <= self.degree:
+            first, second = sorted(batches[:2])
+            return self._line(first, second, self.degree)
+        taken = [self.sizes[n] - self.limit for n in batches]
+        roots = np.roots(np.polyfit(batches, taken, self.degree))
+        real = roots[np.isreal(roots)].real
+        return float(real.max(initial=0))
+
+    def _line(self, first: int, second: int, power: int) -> float:
+        """Where a line in batch**power through two batches takes the limit."""
+        start, end = first**power, second**power
+        slope = (self.sizes[second] - self.sizes[first]) / (end - start)
         if slope <= 0:
             return _SECOND * max(self.sizes)
-        batch = first + (self.limit - self.sizes[first]) / slope
-        return max(1, int(batch // self.multiple_of)) * self.multiple_of
+        crossing = start + (self.limit - self.sizes[first]) / slope
+        return max(0, crossing) ** (1 / power)
 
     def row(self, name: str) -> LargestBatch:
         """The result."""
@@ -266,9 +300,9 @@ class _Search:
         return LargestBatch(
             name,
             batch,
-            self.sizes.get(batch, 0),
+            self.sizes[batch] if batch else 0,
             self.sizes.get(following),
-            tuple(CompiledBatch(n, size) for n, size in self.sizes.items()),
+            tuple(CompiledBatch(n, size) for n, size in self.sizes.items() if n),
         )
 
 
@@ -286,7 +320,9 @@ def _step(
     return made[0], tuple(made[1])
 
 
-def _check(step_of_batch: object, policies: object, multiple_of: object) -> None:
+def _check(
+    step_of_batch: object, policies: object, counts: Mapping[str, object]
+) -> None:
     if not callable(step_of_batch):
         raise TypeError(
             f"jaxact.max_batch({step_of_batch!r}): a function from a batch size to "
@@ -301,10 +337,9 @@ def _check(step_of_batch: object, policies: object, multiple_of: object) -> None
             f"jaxact.max_batch(policies={policies!r}): a mapping from names to "
             "policies is required: {'2 bits': jaxact.Policy(bits=2), 'now': None}."
         )
-    if isinstance(multiple_of, bool) or not (
-        isinstance(multiple_of, int) and multiple_of >= 1
-    ):
-        raise ValueError(
-            f"jaxact.max_batch(multiple_of={multiple_of!r}): an integer of at least 1 "
-            "is required, such as multiple_of=8."
-        )
+    for name, count in counts.items():
+        if isinstance(count, bool) or not (isinstance(count, int) and count >= 1):
+            raise ValueError(
+                f"jaxact.max_batch({name}={count!r}): an integer of at least 1 is "
+                f"required, such as {name}=2."
+            )

@@ -104,7 +104,8 @@ def _dense_forward(x, w):
 
 def _dense_backward(kept, g):
     x, w = kept
-    dw = jnp.tensordot(x, g, (range(x.ndim - 1), range(x.ndim - 1))) * 0.2
+    axes = tuple(range(x.ndim - 1))
+    dw = jnp.tensordot(x, g, (axes, axes)) * 0.2
     return (g @ w.T * 0.2).astype(x.dtype), dw.astype(w.dtype)
 
 

@@ -14,9 +14,9 @@ from jaxact._budget.max_batch import MOST_COMPILES, _Search
 of = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
 
 
-def searched(size, limit, unit=1):
+def searched(size, limit, unit=1, degree=1, known=()):
     """The row that a search ends with, when a batch of n takes size(n) bytes."""
-    search = _Search(limit, unit)
+    search = _Search(limit, unit, degree, {n: size(n) for n in known})
     while (n := search.next()) is not None:
         assert n not in search.sizes
         assert n > 0 == n % unit
@@ -43,6 +43,40 @@ def test_the_row_is_certified(curve, unit):
         assert row.is_certified, (curve, limit, row)
         assert row.batch == 0 or size(row.batch) == row.bytes <= limit
         assert size(row.batch + unit) == row.next_bytes > limit
+
+
+@pytest.mark.parametrize("unit", [16, 32])
+@pytest.mark.parametrize("per_channel", [0, 10_000_000, 80_000_000])
+def test_a_square_is_certified(unit, per_channel):
+    """As of an image's side, or a width; memory wobbles by 20 MB."""
+    size = lambda n: 10**9 + per_channel * n + 50_000 * n**2 + 20_000_000 * (n % 3)
+    for limit in (2 * 10**9, 24 * 10**9, 80 * 10**9):
+        row = searched(size, limit, unit, degree=2)
+        assert len(row.compiled) <= MOST_COMPILES
+        assert row.is_certified, (limit, row)
+        assert row.batch == 0 or size(row.batch) == row.bytes <= limit
+        assert size(row.batch + unit) == row.next_bytes > limit
+
+
+def test_batches_that_are_known_are_not_compiled():
+    size = CURVES["small ones take more"]
+    first = searched(size, 20_000_000)
+    known = [c.batch for c in first.compiled]
+    row = searched(size, 70_000_000, known=known)
+    assert row.is_certified and row.bytes <= 70_000_000 < row.next_bytes
+    # Of a line of which two points are known, the batch and the next one are left.
+    assert [c.batch for c in row.compiled] == [*known, row.batch, row.batch + 1]
+    assert searched(size, 20_000_000, known=known) == first
+
+
+@pytest.mark.parametrize("limit", [4_000_000, 5_050_000, 5_700_000, 80_000_000])
+def test_the_memory_of_every_batch_may_be_known(limit):
+    size = lambda n: 5_000_000 + 70_001 * n + 300_000 * (n > 0)
+    row = searched(size, limit, 4, known=[0])
+    assert row.is_certified and all(c.batch for c in row.compiled)
+    assert len(row.compiled) <= 4
+    assert (row.batch, row.bytes) == (0, 0) or size(row.batch) == row.bytes <= limit
+    assert size(row.batch + 4) == row.next_bytes > limit
 
 
 def test_a_search_ends_where_nothing_grows():
@@ -93,7 +127,8 @@ def test_compiled_steps():
         ({}, ValueError, "the memory of the device is required"),
         ({"budget": "much"}, ValueError, "'12GiB'"),
         ({"budget": 100, "reserve": 100}, ValueError, "a reserve below the budget"),
-        ({"budget": 100, "multiple_of": 0}, ValueError, "multiple_of=8"),
+        ({"budget": 100, "multiple_of": 0}, ValueError, "multiple_of=2"),
+        ({"budget": 100, "degree": True}, ValueError, "degree=2"),
         ({"budget": 100, "policies": [Policy()]}, TypeError, "a mapping from names"),
         ({"budget": 100, "policies": {"a": 4}}, TypeError, "a mapping from names"),
         ({"target": "h1000"}, ValueError, "unknown target"),
