@@ -269,6 +269,7 @@ class _Search:
     def _predicted(self) -> int:
         """The largest batch that fits, by the batches nearest to it."""
         nearest = sorted(self.sizes, key=lambda n: abs(self.sizes[n] - self.limit))
+        nearest = nearest if self.above is not None else _apart(nearest)
         batch = self._crossing(nearest[: self.degree + 1])
         low, high = self.fitting, self.above
         if high is not None and low and not low < batch < high:
@@ -304,6 +305,15 @@ class _Search:
             self.sizes.get(following),
             tuple(CompiledBatch(n, size) for n, size in self.sizes.items() if n),
         )
+
+
+def _apart(batches: list[int]) -> list[int]:
+    """Without near neighbours: memory may fall from one batch to the next."""
+    chosen: list[int] = []
+    for n in batches:
+        if all(16 * abs(n - other) > n for other in chosen):
+            chosen.append(n)
+    return chosen if len(chosen) > 1 else batches
 
 
 def _step(

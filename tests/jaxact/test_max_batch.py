@@ -69,6 +69,13 @@ def test_batches_that_are_known_are_not_compiled():
     assert searched(size, 20_000_000, known=known) == first
 
 
+def test_neighbours_that_shrink_tell_nothing_of_larger_batches():
+    size = lambda n: 5_000_000 + 70_001 * n - 900_000 * (n % 2)
+    row = searched(size, 80_000_000, known=[1, 16, 200, 201])
+    assert row.is_certified
+    assert max(c.batch for c in row.compiled) < 1.1 * row.batch
+
+
 @pytest.mark.parametrize("limit", [4_000_000, 5_050_000, 5_700_000, 80_000_000])
 def test_the_memory_of_every_batch_may_be_known(limit):
     size = lambda n: 5_000_000 + 70_001 * n + 300_000 * (n > 0)
