@@ -31,9 +31,6 @@ from step_ways import WAYS, Way, compressed, compressed_checkpoint
 import jaxact
 
 Record = dict[str, Any]
-# Choosing among kernels takes a third of the time to compile, and no choice changed the
-# memory of a step: ResNet-152 uncompressed and at 2 bits, the encoder of text too.
-OPTIONS = {"xla_gpu_autotune_level": 0}
 ROWS: dict[str, Way] = {
     way.name: way
     for way in (
@@ -74,7 +71,7 @@ def largest(
 
     def step_of_size(size: int) -> tuple[Any, tuple[Any, Any]]:
         resized = quantity.resized(network, size)
-        trainer = Trainer(resized, way, OPTIONS)
+        trainer = Trainer(resized, way)
         return trainer.step, (jax.eval_shape(trainer.init), batch_shapes(resized))
 
     row: Record = {"network": name, "vary": vary, "way": way.name, "target": target}

@@ -53,18 +53,13 @@ class State(struct.PyTreeNode):
 
 
 class Trainer:
-    """A network trained in one way: AdamW, with the state donated to the step.
+    """A network trained in one way: AdamW, with the state donated to the step."""
 
-    `options` are XLA's, for compiling the step.
-    """
-
-    def __init__(
-        self, network: Network, way: Way, options: dict[str, Any] | None = None
-    ):
+    def __init__(self, network: Network, way: Way):
         self.network, self.way = network, way
         self.optimizer = optax.adamw(1e-3)
         self.init = jax.jit(self._init)
-        self.step = jax.jit(self._step, donate_argnums=0, compiler_options=options)
+        self.step = jax.jit(self._step, donate_argnums=0)
 
     def _init(self) -> State:
         params, statistics = self.network.init(jax.random.key(0))
