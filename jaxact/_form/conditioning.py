@@ -30,11 +30,14 @@ def ill_conditioned(
 
 
 def _results_for(reason: Reason, branch: Jaxpr, is_activation: Predicate) -> set[Var]:
-    """A branch's results that are affine in a value that `reason` is about."""
+    """A branch's results that are known once the values that `reason` is about are."""
     inputs = {v for v in branch.invars if is_activation(v)}
     classes = classify(branch, 0, is_activation, inputs)
     producers = {v: eqn for eqn in branch.eqns for v in eqn.outvars}
     reasons = ill_conditioned(branch, classes, producers, is_activation)
+    kept = {v for v, own in reasons.items() if own is reason}
+    if not kept:
+        return set()
+    known = classify(branch, 0, is_activation, inputs, kept)
     results = [v for v in branch.outvars if not is_literal(v)]
-    inexact = [v for v in results if not classes.is_exact(v)]
-    return {v for v in inexact if reasons.get(classes.base[v]) is reason}
+    return {v for v in results if known.is_exact(v) and not classes.is_exact(v)}

@@ -91,10 +91,6 @@ def norm_of_few(x):
     return normalized.reshape(x.shape)
 
 
-def log_of_probabilities(x):
-    return jnp.log(jax.nn.softmax(4 * x) + 1e-9)
-
-
 @pytest.mark.parametrize("f", [BY_ROW["not centered"], norm_of_few])
 def test_statistics_inside_of_a_branch_stay_exact(f):
     """Rounded, they had errors of 20 to 80 gradients."""
@@ -103,8 +99,16 @@ def test_statistics_inside_of_a_branch_stay_exact(f):
     assert draw_error(inside, x) < 8 / 255
 
 
-def test_arguments_near_a_pole_inside_of_a_branch_stay_exact():
-    f = log_of_probabilities
+POLES = {
+    "logarithm": lambda x: jnp.log(jax.nn.softmax(4 * x) + 1e-9),
+    "quotient": lambda x: jnp.sin(3 * x) / (jax.nn.relu(x) + 1e-3),
+    "root": lambda x: jnp.cos(x) * lax.rsqrt(jax.nn.relu(x) + 1e-4),
+}
+
+
+@pytest.mark.parametrize("name", POLES)
+def test_arguments_near_a_pole_inside_of_a_branch_stay_exact(name):
+    f = POLES[name]
     inside = lambda x: lax.cond(x[0, 0] > 0, f, f, jnp.sin(x))
     x = jax.random.normal(jax.random.key(3), (16, 64))
     assert draw_error(inside, x) < 8 / 255
