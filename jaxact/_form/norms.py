@@ -104,7 +104,7 @@ class Norms:
         if eqn is None or eqn.primitive.name not in CASTS | COPIES | {"mul"}:
             return None
         factors: list[_Statistic] = []
-        for u in variables_in(eqn.invars):
+        for u in dict.fromkeys(variables_in(eqn.invars)):  # a square's operand once
             inside = self._factors(u, shape)
             if inside is None:
                 return None
