@@ -8,7 +8,7 @@ import jaxact
 from jaxact import Exact, Policy, Quantize, Rule
 from jaxact._policy import SMALL_PART, small_size
 from support import blocks
-from support.programs import assert_same_bits, relative_error
+from support.programs import assert_same_bits, gradient_error, relative_error
 
 pytestmark = [
     pytest.mark.unoptimized,
@@ -21,22 +21,6 @@ X = jax.random.normal(jax.random.key(0), (T, D))
 CT = jax.random.normal(jax.random.key(1), (T, D))
 X_EXACT = (Rule(Exact(), where=lambda residual: not residual.primitive),)
 EXACT = Policy(bits=8, rules=(Rule(Exact(), where=lambda residual: True),))
-
-
-def gradient_error(f, *args, policy, argnums=0, seed=0):
-    """Relative error of one draw's gradient of sum(f * normal), as float64 norms."""
-
-    def loss(f):
-        def of(*args):
-            out = f(*args)
-            ct = jax.random.normal(jax.random.key(seed), out.shape)
-            return (out.astype(jnp.float32) * ct).sum()
-
-        return of
-
-    small = jaxact.compress(f, policy=policy, activations=range(len(args)))
-    gradient = lambda f: jax.grad(loss(f), argnums=argnums)(*args)
-    return relative_error(gradient(small), gradient(f))
 
 
 def rfft(x):

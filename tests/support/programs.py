@@ -16,6 +16,8 @@ import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+import jaxact
+
 WIDTH, BATCH = 64, 16
 TOKENS = np.arange(BATCH) % 8
 
@@ -142,9 +144,10 @@ def scalar(f):
     return loss
 
 
-def assert_same_bits(a, b):
+def assert_same_bits(a, b, message=None):
     """Pytrees with one structure, equal in dtype, shape and every value."""
-    chex.assert_trees_all_equal(a, b, strict=True)
+    chex.assert_trees_all_equal(a, b, strict=True, custom_message=message)
+    assert same_bits(a, b), message  # to chex NaNs are equal
 
 
 def same_bits(a, b):
@@ -161,6 +164,22 @@ def relative_error(a, b):
         [np.asarray(x).astype(np.float64).ravel() for x in jax.tree.leaves(t)]
     )
     return np.linalg.norm(flat(a) - flat(b)) / np.linalg.norm(flat(b))
+
+
+def gradient_error(f, *args, policy, argnums=0, seed=0):
+    """Relative error of one draw's gradient of sum(f * normal), as float64 norms."""
+
+    def loss(f):
+        def of(*args):
+            out = f(*args)
+            ct = jax.random.normal(jax.random.key(seed), out.shape)
+            return (out.astype(jnp.float32) * ct).sum()
+
+        return of
+
+    small = jaxact.compress(f, policy=policy, activations=range(len(args)))
+    gradient = lambda f: jax.grad(loss(f), argnums=argnums)(*args)
+    return relative_error(gradient(small), gradient(f))
 
 
 def kept_bytes(f, *args):

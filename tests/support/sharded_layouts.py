@@ -95,7 +95,7 @@ def check_bits(kind):
             if kind is AxisType.Explicit:
                 f = jax.sharding.auto_axes(layer, out_sharding=x_spec)
             found = gradient_bits(f, put(weights, x_spec))(placed, put(x, x_spec))
-        assert_same_bits(jax.device_get(found), one)
+        assert_same_bits(jax.device_get(found), one, str((x_spec, up, down)))
 
 
 def check_auto_axes():
@@ -138,7 +138,7 @@ def check_uneven():
         with jax.set_mesh(mesh):
             f = functools.partial(layer, place=place)
             found = gradient_bits(f, weights)(params, x)
-        assert_same_bits(jax.device_get(found), one)
+        assert_same_bits(jax.device_get(found), one, str(spec))
 
 
 def check_shard_map(check_vma):
