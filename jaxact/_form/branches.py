@@ -5,38 +5,42 @@ conditional. An output is told apart by the value that it is in a branch: the st
 of a norm inside `jax.lax.cond` stay exact as any other's.
 """
 
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Iterator
 
 from jaxact._jaxpr.compat import open_jaxpr
 from jaxact._jaxpr.flow import fact_of, flow
 from jaxact._jaxpr.read import is_literal
 from jaxact._jaxpr.rewrite import flatten, inlinable_body
-from jaxact._jaxpr.types import Eqn, Jaxpr, Predicate, Var
-
-# Variables of a program, given those that are made from more than parameters.
-Search = Callable[[Jaxpr, Predicate], set[Var]]
+from jaxact._jaxpr.types import Jaxpr, Predicate, Var
 
 
-def outputs_in_branches(
-    jaxpr: Jaxpr, is_activation: Predicate, search: Search
-) -> set[Var]:
-    """Outputs of conditionals that `search` finds in a branch."""
-    found: set[Var] = set()
+@dataclasses.dataclass(frozen=True, eq=False)
+class Branch:
+    """A branch, with its calls inlined.
+
+    Attributes:
+      is_activation: whether a variable in it is made from more than parameters.
+      outputs: for each variable that it returns the conditional's output.
+    """
+
+    program: Jaxpr
+    is_activation: Predicate
+    outputs: tuple[tuple[Var, Var], ...]
+
+
+def branches_in(jaxpr: Jaxpr, is_activation: Predicate) -> Iterator[Branch]:
+    """The branches of all conditionals in a program."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name != "cond":
             continue
-        for branch, is_active in _branches(eqn, is_activation):
-            inside = search(branch, is_active)
-            for v, result in zip(eqn.outvars, branch.outvars, strict=True):
-                if not is_literal(result) and result in inside:
-                    found.add(v)
-    return found
-
-
-def _branches(eqn: Eqn, is_activation: Predicate) -> Iterator[tuple[Jaxpr, Predicate]]:
-    """Each branch with calls inlined, and which of its variables are activations."""
-    given = [not is_literal(v) and is_activation(v) for v in eqn.invars[1:]]
-    for closed in eqn.params["branches"]:
-        branch, _ = flatten(open_jaxpr(closed)[0], inlinable_body)
-        facts = flow(branch, [int(is_active) for is_active in given])
-        yield branch, lambda v, facts=facts: bool(fact_of(facts, v))
+        given = [int(not is_literal(v) and is_activation(v)) for v in eqn.invars[1:]]
+        for closed in eqn.params["branches"]:
+            program, _ = flatten(open_jaxpr(closed)[0], inlinable_body)
+            facts = flow(program, given)
+            pairs = zip(program.outvars, eqn.outvars, strict=True)
+            yield Branch(
+                program,
+                lambda v, facts=facts: bool(fact_of(facts, v)),
+                tuple((v, output) for v, output in pairs if not is_literal(v)),
+            )

@@ -6,7 +6,7 @@ reduction that a product contracts with is none: a pooled feature is an activati
 another.
 """
 
-from jaxact._form.branches import outputs_in_branches
+from jaxact._form.branches import branches_in
 from jaxact._jaxpr.primitives import MATMULS, REDUCTIONS, RESHAPES, SCATTERS
 from jaxact._jaxpr.read import is_float, keeps_elements, variables_in
 from jaxact._jaxpr.types import Eqn, Jaxpr, Predicate, Var
@@ -19,7 +19,7 @@ def find_statistics(jaxpr: Jaxpr, is_activation: Predicate) -> set[Var]:
       is_activation: whether a variable is made from more than parameters.
     """
     contracted = _contracted(jaxpr)
-    statistics = outputs_in_branches(jaxpr, is_activation, find_statistics) - contracted
+    statistics = _in_branches(jaxpr, is_activation) - contracted
     for eqn in jaxpr.eqns:
         inputs = variables_in(eqn.invars)
         if not inputs or not eqn.outvars:  # a random draw; a print
@@ -40,6 +40,15 @@ def find_statistics(jaxpr: Jaxpr, is_activation: Predicate) -> set[Var]:
             if is_alike and not any(map(is_activation, others)):
                 statistics.add(v)
     return statistics
+
+
+def _in_branches(jaxpr: Jaxpr, is_activation: Predicate) -> set[Var]:
+    """Outputs of conditionals that are statistics in a branch."""
+    found: set[Var] = set()
+    for branch in branches_in(jaxpr, is_activation):
+        inside = find_statistics(branch.program, branch.is_activation)
+        found.update(output for v, output in branch.outputs if v in inside)
+    return found
 
 
 def _contracted(jaxpr: Jaxpr) -> set[Var]:
