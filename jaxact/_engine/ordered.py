@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from jaxact._jaxpr.compat import PROGRAMS, barrier, open_jaxpr
+from jaxact._jaxpr.compat import barrier, open_jaxpr
 from jaxact._jaxpr.evaluate import bind, value_of
 from jaxact._jaxpr.primitives import MATMULS, REDUCTIONS
-from jaxact._jaxpr.read import is_float, variables_in
+from jaxact._jaxpr.read import is_float, programs_in, variables_in
 from jaxact._jaxpr.rewrite import prune
 from jaxact._jaxpr.types import Env, Eqn, Jaxpr, PyTree, Var
 
@@ -152,14 +152,6 @@ class _Run:
 
 def _has_product(eqn: Eqn) -> bool:
     """Whether it is a matrix product or a convolution, or has one inside."""
-    if eqn.primitive.name in MATMULS:
-        return True
-    leaves = jax.tree.leaves(
-        list(eqn.params.values()), is_leaf=lambda x: isinstance(x, PROGRAMS)
-    )
-    return any(
-        _has_product(inner)
-        for program in leaves
-        if isinstance(program, PROGRAMS)
-        for inner in open_jaxpr(program)[0].eqns
+    return eqn.primitive.name in MATMULS or any(
+        _has_product(inner) for program in programs_in(eqn) for inner in program.eqns
     )

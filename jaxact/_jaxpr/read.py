@@ -3,6 +3,7 @@
 from collections.abc import Hashable, Sequence
 from typing import TypeGuard
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex
@@ -16,7 +17,7 @@ from jaxact._jaxpr.primitives import (
     PIECEWISE,
     STEPS,
 )
-from jaxact._jaxpr.types import Atom, ClosedJaxpr, Eqn, Literal, Var
+from jaxact._jaxpr.types import Atom, ClosedJaxpr, Eqn, Jaxpr, Literal, Var
 
 # Explicit ones, of bfloat16.
 _MANTISSA_BITS = 7
@@ -56,6 +57,13 @@ def call_body(eqn: Eqn) -> ClosedJaxpr | None:
     jaxpr, _ = open_jaxpr(closed)
     same = len(jaxpr.invars) == len(eqn.invars)
     return closed if same and len(jaxpr.outvars) == len(eqn.outvars) else None
+
+
+def programs_in(eqn: Eqn) -> list[Jaxpr]:
+    """The programs in an equation's parameters."""
+    is_program = lambda value: hasattr(value, "eqns")
+    leaves = jax.tree.leaves(list(eqn.params.values()), is_leaf=is_program)
+    return [open_jaxpr(leaf)[0] for leaf in leaves if is_program(leaf)]
 
 
 def names_inside(eqn: Eqn) -> frozenset[str]:

@@ -1,10 +1,9 @@
 """The residuals and the matrix products in the program of a whole training step."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from jaxact._jaxpr.compat import custom_vjp_body, open_jaxpr
-from jaxact._jaxpr.read import call_body, variables_in
+from jaxact._jaxpr.read import call_body, programs_in, variables_in
 from jaxact._jaxpr.rewrite import without_unused
 from jaxact._jaxpr.types import ClosedJaxpr, Eqn, Jaxpr, Var
 from jaxact._report.table import ResidualRow, ResidualTable
@@ -40,7 +39,7 @@ def step_residuals(jaxpr: Jaxpr) -> ResidualTable:
             made.update(eqn.outvars)
         else:
             for body in _bodies(eqn):
-                inner = step_residuals(open_jaxpr(body)[0])
+                inner = step_residuals(body)
                 rows += inner.rows
                 referenced += inner.referenced_bytes
     inputs = {*jaxpr.invars, *jaxpr.constvars}
@@ -64,22 +63,13 @@ def count_products(jaxpr: Jaxpr) -> int:
         if name in _PRODUCTS:
             total += 1
             continue
-        inside = [count_products(open_jaxpr(body)[0]) for body in _bodies(eqn)]
+        inside = [count_products(body) for body in _bodies(eqn)]
         each = max(inside, default=0) if name == "cond" else sum(inside)
         total += each * eqn.params.get("length", 1) if name == "scan" else each
     return total
 
 
-def _bodies(eqn: Eqn) -> Sequence[ClosedJaxpr]:
+def _bodies(eqn: Eqn) -> Sequence[Jaxpr]:
     """The programs that an equation evaluates."""
     body = call_body(eqn) or custom_vjp_body(eqn)
-    if body is not None:
-        return [body]
-    return [p for value in eqn.params.values() for p in _programs(value)]
-
-
-def _programs(value: Any) -> list[ClosedJaxpr]:
-    if isinstance(value, list | tuple):
-        return [program for part in value for program in _programs(part)]
-    is_program = hasattr(open_jaxpr(value)[0], "eqns")
-    return [value] if is_program else []
+    return programs_in(eqn) if body is None else [open_jaxpr(body)[0]]

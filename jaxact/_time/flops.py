@@ -8,10 +8,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-
 from jaxact._jaxpr.compat import open_jaxpr
-from jaxact._jaxpr.read import variables_in
+from jaxact._jaxpr.read import programs_in, variables_in
 from jaxact._jaxpr.types import Atom, ClosedJaxpr, Eqn, Jaxpr, Var
 from jaxact._memory.compiling import trace
 
@@ -77,20 +75,13 @@ def _of_equation(eqn: Eqn, outputs: list[bool]) -> tuple[int, list[bool]]:
     count = _PRODUCTS.get(name)
     if count is not None:
         return count(eqn), every_input
-    inside = _programs(eqn)
+    inside = programs_in(eqn)
     if name == "cond":
         return max(map(flops_of, inside)), every_input
     is_call = name not in _LOOPS and len(inside) == 1
     if is_call and len(inside[0].invars) == len(every_input):
         return _needed(inside[0], outputs)
     return eqn.params.get("length", 1) * sum(map(flops_of, inside)), every_input
-
-
-def _programs(eqn: Eqn) -> list[Jaxpr]:
-    """The programs in an equation's parameters."""
-    is_program = lambda value: hasattr(value, "eqns")
-    leaves = jax.tree.leaves(list(eqn.params.values()), is_leaf=is_program)
-    return [open_jaxpr(leaf)[0] for leaf in leaves if is_program(leaf)]
 
 
 def _dot(eqn: Eqn) -> int:
@@ -127,7 +118,7 @@ def _kernel(eqn: Eqn) -> int:
     if estimate is not None:
         return estimate.flops
     grid = eqn.params["grid_mapping"].grid
-    return math.prod(grid) * sum(map(flops_of, _programs(eqn)))
+    return math.prod(grid) * sum(map(flops_of, programs_in(eqn)))
 
 
 _PRODUCTS: dict[str, Callable[[Eqn], int]] = {
