@@ -79,25 +79,22 @@ RESNET = {
         phrase=lambda network: f", {network.size}x{network.size}",
     ),
 }
-# Heads keep their width of 64.
-ENCODER = {
-    "depth": Quantity("layers", lambda network, n: with_module(network, layers=n)),
-    "width": Quantity(
-        "channels",
-        lambda network, n: with_module(network, width=n, heads=n // 64),
-        64,
-        degree=2,
-    ),
-}
-DECODER = {
-    "depth": Quantity("layers", lambda network, n: with_net(network, layers=n)),
-    "width": Quantity(
-        "channels",
-        lambda network, n: with_net(network, width=n, heads=n // 64),
-        64,
-        degree=2,
-    ),
-}
+
+
+def transformer(resized: Callable[..., Network]) -> dict[str, Quantity]:
+    """Of layers whose heads keep their width of 64."""
+    return {
+        "depth": Quantity("layers", lambda network, n: resized(network, layers=n)),
+        "width": Quantity(
+            "channels",
+            lambda network, n: resized(network, width=n, heads=n // 64),
+            64,
+            degree=2,
+        ),
+    }
+
+
+ENCODER, DECODER = transformer(with_module), transformer(with_net)
 GRAPH = {
     "width": Quantity(
         "channels", lambda network, n: with_net(network, width=n), 64, degree=2

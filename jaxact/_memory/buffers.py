@@ -106,9 +106,9 @@ def read_heap(proto: Message) -> Heap:
     )
     length = len(curve)
     start = _backward_start(lives, arrays, program, length)
-    buffers = {id(life): _described(life, arrays, program) for life in lives}
+    buffers = {life: _described(life, arrays, program) for life in lives}
     given = {b.type for b in fixed if b is not None and "argument" in b.kind}
-    is_gradient = lambda life: _is_gradient(buffers[id(life)], given)
+    is_gradient = lambda life: _is_gradient(buffers[life], given)
     peak = curve.index(max(curve)) if curve else 0
     return Heap(
         fixed=tuple(buffer for buffer in fixed if buffer is not None),
@@ -123,7 +123,7 @@ def read_heap(proto: Message) -> Heap:
             ],
             length,
         ),
-        at_peak=tuple(buffers[id(l)] for l in lives if l.start <= peak < l.end),
+        at_peak=tuple(buffers[l] for l in lives if l.start <= peak < l.end),
         backward_start=start,
     )
 
