@@ -79,6 +79,7 @@ def classify(
     is_activation: Predicate,
     inexact: set[Var],
     kept: Collection[Var] = (),
+    is_normalized: Predicate = lambda v: False,
 ) -> Classes:
     """Find every variable's class.
 
@@ -87,6 +88,7 @@ def classify(
       is_activation: whether a variable is made from more than parameters.
       inexact: inputs that the backward pass can have only as they are stored.
       kept: variables that are stored exactly, whatever they cost.
+      is_normalized: whether a variable is the operand of a norm, and stored through it.
     """
     classes = Classes(
         find_statistics(jaxpr, is_activation),
@@ -104,6 +106,9 @@ def classify(
             base = None
             if not is_copied:
                 base = _base(eqn, v, classes, comparisons, small_size)
+            if base not in (None, v) and is_normalized(v) and not is_normalized(base):
+                # 0.5 x before a norm, which tells the scales of its channels alone.
+                classes.parts[v], base = base, v
             if base is None and not _settle(eqn, v, classes, is_activation, small_size):
                 base = v
             if base is not None and v in kept:

@@ -11,6 +11,7 @@ from jaxact._form.chooser import Chooser
 from jaxact._form.conditioning import ill_conditioned
 from jaxact._form.derivative import DERIVATIVE_OF
 from jaxact._form.norms import Norms, norms_in
+from jaxact._form.poles import sources_instead
 from jaxact._form.pooling import pool_body
 from jaxact._form.softmax import softmax_body
 from jaxact._jaxpr.flow import fact_of
@@ -111,9 +112,16 @@ def _bases(reading: Reading) -> _Bases:
     }
     stored_inside = {v for v in reading.leaves if reading.is_stored_inside(v)}
 
+    norms = norms_in(jaxpr, producers)
+
     def chooser_with(kept: Collection[Var]) -> Chooser:
         classes = classify(
-            jaxpr, reading.small_size, reading.is_activation, inexact, kept
+            jaxpr,
+            reading.small_size,
+            reading.is_activation,
+            inexact,
+            kept,
+            lambda v: norms.normalizing(v) is not None,
         )
         return Chooser(jaxpr, classes.with_exact(stored_inside), producers)
 
@@ -126,6 +134,10 @@ def _bases(reading: Reading) -> _Bases:
     }
     if spared:
         chooser = chooser_with(spared)
+        sources = _sources_near_poles(reading, chooser, spared)
+        if sources:
+            spared |= dict.fromkeys(sources, Reason.NEAR_POLE)
+            chooser = chooser_with(spared)
     stored = tuple(chooser.choose(reading.leaves))
     backward = reading.forward.backward
     roundings = _roundings(chooser, stored)
@@ -139,8 +151,19 @@ def _bases(reading: Reading) -> _Bases:
             if not is_literal(v) and roundings.get(leaf)
         },
     )
-    norms = norms_in(jaxpr, producers)
     return _Bases(reading, chooser, norms, stored, uses, spared)
+
+
+def _sources_near_poles(
+    reading: Reading, chooser: Chooser, spared: dict[Var, Reason]
+) -> set[Var]:
+    """Bases that stay exact in place of the arguments computed from them."""
+    stored = chooser.choose(reading.leaves)
+    found: set[Var] = set()
+    for v, reason in spared.items():
+        if reason is Reason.NEAR_POLE:
+            found |= sources_instead(v, chooser.classes, chooser.producers, stored)
+    return {v for v in found if _is_rounded_without_rule(reading, chooser, v)}
 
 
 def _roundings(chooser: Chooser, stored: Sequence[Var]) -> dict[Atom, int]:
@@ -224,11 +247,15 @@ def _decide_exact(bases: _Bases, v: Var) -> Decision:
 
 
 def _is_rounded_by_default(reading: Reading, chooser: Chooser, v: Var) -> bool:
-    """Whether the policy rounds `v` and no rule asked for it."""
+    """Whether the policy decides about `v`, and rounds it without a rule for it."""
     residual = _residual(reading, chooser, v)
-    if decide_unrounded(reading, v, residual) is not None:
-        return False
-    decision = reading.decide(residual)
+    is_undecided = decide_unrounded(reading, v, residual) is None
+    return is_undecided and _is_rounded_without_rule(reading, chooser, v)
+
+
+def _is_rounded_without_rule(reading: Reading, chooser: Chooser, v: Var) -> bool:
+    """Whether a base is rounded, if stored, and no rule asked for it."""
+    decision = reading.decide(_residual(reading, chooser, v))
     is_stored = not isinstance(decision.action, Recompute)
     return decision.rule is None and is_stored and decision.bias is not Bias.EXACT
 

@@ -3,7 +3,7 @@
 from jaxact._decision import Reason
 from jaxact._form.affine_classes import Classes, classify
 from jaxact._form.branches import Branch, branches_in
-from jaxact._form.poles import bases_near_poles
+from jaxact._form.poles import bases_near_poles, sources_of
 from jaxact._form.short_norms import bases_in_short_norms
 from jaxact._jaxpr.types import Jaxpr, Predicate, Producers, Var
 
@@ -34,6 +34,8 @@ def _outputs(branch: Branch) -> dict[Var, Reason]:
     reasons: dict[Var, Reason] = {}
     for reason in dict.fromkeys(inside.values()):
         kept = {v for v, own in inside.items() if own is reason}
+        if reason is Reason.NEAR_POLE:
+            kept = kept.union(*(sources_of(v, classes, producers) for v in kept))
         known = classify(program, 0, is_activation, inputs, kept)
         for v, output in branch.outputs:
             if known.is_exact(v) and not classes.is_exact(v):

@@ -7,16 +7,19 @@ exact both factors cancel as they do without rounding.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from jaxact._form.affine_classes import Classes
 from jaxact._form.intervals import Interval, find_intervals, interval_of
-from jaxact._jaxpr.read import is_literal
-from jaxact._jaxpr.types import Atom, Eqn, Jaxpr, Var
+from jaxact._jaxpr.primitives import CHEAP
+from jaxact._jaxpr.read import is_literal, variables_in
+from jaxact._jaxpr.types import Atom, Eqn, Jaxpr, Producers, Var
 
 # An argument that stays this far from the pole has slopes within 10 (a logarithm's)
 # or 100 (an inverse's): x / (1 + exp(-x)), log1p(exp(x)).
 MARGIN = 0.1
+# Elements of sources for each of an argument's: log(x^2 + y^2).
+_MORE = 2
 # Functions of their first operand with a pole where their domain ends.
 _POLES = {"log": 0.0, "sqrt": 0.0, "rsqrt": 0.0, "log1p": -1.0}
 
@@ -27,6 +30,47 @@ def bases_near_poles(jaxpr: Jaxpr, classes: Classes) -> set[Var]:
     arguments = [v for eqn in jaxpr.eqns for v in _arguments(eqn, intervals)]
     inexact = [v for v in arguments if not classes.is_exact(v)]
     return {_whole(classes.base[v], classes) for v in inexact}
+
+
+def sources_instead(
+    v: Var, classes: Classes, producers: Producers, stored: Collection[Var]
+) -> set[Var]:
+    """Bases that are better exact than `v`, an argument that is computed from them.
+
+    That is so where another value to store is computed from no others: the pole would
+    magnify its noise. With the sources exact, both are, and cost nothing.
+    """
+    sources = sources_of(v, classes, producers)
+    noisy = any(_sources(x, classes, producers) <= sources for x in stored)
+    return sources if noisy else set()
+
+
+def sources_of(v: Var, classes: Classes, producers: Producers) -> set[Var]:
+    """Bases that an argument is a cheap function of, unless they are larger.
+
+    Rounded, they have noise that the pole magnifies: the slope of log(x^2 + 1e-3) is x
+    times 2 / (x^2 + 1e-3), at 8 bits with an error of two gradients; that of
+    x rsqrt(x^2 + 1e-4) is a small difference.
+    """
+    sources = _sources(v, classes, producers)
+    size = sum(x.aval.size for x in sources)
+    return sources if size <= _MORE * v.aval.size else set()
+
+
+def _sources(v: Var, classes: Classes, producers: Producers) -> set[Var]:
+    """The inexact values that `v` is computed from, past cheap functions."""
+    sources: set[Var] = set()
+    todo, seen = [v], set()
+    while todo:
+        x = todo.pop()
+        eqn = producers.get(x)
+        if eqn is None or eqn.primitive.name not in CHEAP or eqn.effects:
+            sources.add(x)
+            continue
+        new = [u for u in variables_in(eqn.invars) if u not in seen]
+        seen.update(new)
+        todo += [u for u in new if not classes.is_exact(u)]
+    return sources
 
 
 def _whole(base: Var, classes: Classes) -> Var:

@@ -180,18 +180,21 @@ def plus(a: Slope, b: Slope) -> Slope:
 def apply(slope: Slope, tangent: jax.Array, like: jax.Array) -> jax.Array:
     """slope * tangent, in the shape and dtype of `like`.
 
-    Multiplied in the slope's dtype where that is wider, see `_wide`.
+    Multiplied in the slope's dtype where that is wider, see `_wide`. A number's tangent
+    keeps its own dtype until it is spread over the shape: what spreads is summed in the
+    backward pass, and a sum of bfloat16 has few digits.
     """
     gate = None
     if isinstance(slope, Gated):
         gate, slope = slope.is_open, slope.value
-    moved = tangent.astype(like.dtype)
+    dtype = like.dtype if tangent.shape == like.shape else tangent.dtype
+    moved = tangent.astype(dtype)
     if isinstance(slope, jax.Array):
-        dtype = slope.dtype if like.dtype == jnp.float16 else like.dtype
-        moved = (moved.astype(dtype) * slope.astype(dtype)).astype(like.dtype)
+        wide = slope.dtype if dtype == jnp.float16 else dtype
+        moved = (moved.astype(wide) * slope.astype(wide)).astype(dtype)
     elif slope != 1:
         moved = moved * slope
-    moved = jnp.broadcast_to(moved, like.shape)
+    moved = jnp.broadcast_to(moved, like.shape).astype(like.dtype)
     return moved if gate is None else jnp.where(gate, moved, jnp.zeros_like(moved))
 
 

@@ -24,6 +24,9 @@ from jaxact._plan.forward import Forward
 from jaxact._plan.fusion import in_memory
 from jaxact._policy import Policy
 
+# Values are stored through no smaller deviation, and no larger one than its inverse.
+_LEAST_SCALE = 1e-15
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Replay:
@@ -79,14 +82,14 @@ class Normalized:
 
     def apply(self, x: jax.Array, env: Env) -> jax.Array:
         """The normalized array to store for `x`, in float32 or wider."""
-        *mean, scale = self._arrays(x, env)
+        mean, scale = self._coefficients(x, env)
         x = x.astype(scale.dtype)
         x = x - mean[0] if mean else x
         return x * scale if self.inverse else x / scale
 
     def undo(self, stored: jax.Array, env: Env, dtype: Dtype) -> jax.Array:
         """`x`, given its normalized array."""
-        *mean, scale = self._arrays(stored, env)
+        mean, scale = self._coefficients(stored, env)
         x = stored / scale if self.inverse else stored * scale
         return (x + mean[0] if mean else x).astype(dtype)
 
@@ -94,10 +97,17 @@ class Normalized:
         """The normalized array's dtype."""
         return np.promote_types(dtype, np.float32)
 
-    def _arrays(self, x: jax.Array, env: Env) -> list[jax.Array]:
+    def _coefficients(
+        self, x: jax.Array, env: Env
+    ) -> tuple[list[jax.Array], jax.Array]:
+        """The mean, if there is one, and the scale."""
         dtype = self.stored_dtype(x.dtype)
         shape = [n if axis in self.axes else 1 for axis, n in enumerate(x.shape)]
-        return [env[v].reshape(shape).astype(dtype) for v in self.statistics]
+        arrays = [env[v].reshape(shape).astype(dtype) for v in self.statistics]
+        *mean, scale = arrays
+        # A row of zeros may have no deviation, in a program that never divides by it.
+        is_scale = (scale > _LEAST_SCALE) & (scale < 1 / _LEAST_SCALE)
+        return mean, jnp.where(is_scale, scale, jnp.ones_like(scale))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

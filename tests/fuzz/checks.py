@@ -39,6 +39,9 @@ SAFETY = 20.0
 SECOND_ORDER = 4 / 289
 # Float32 rounds by 2**-24, 8 bits by 2**-9 of a group's range.
 STEPS = 2.0**15
+# A gradient this small beside the cotangents comes from a softmax whose other weights
+# are 1e-10, say: no draw of a thousand rounds one up, and the mean of the others is 0.
+SATURATED = 1e-8
 EXACT = jaxact.Policy(default=jaxact.Exact())
 
 
@@ -192,6 +195,8 @@ def check_mean(program: Program, p: Plain, r8: Rounded, r4: Rounded) -> list[Fai
     for n, gradient in enumerate(p.gradients):
         exact = wide(gradient)
         directions = _directions(exact, rng)
+        if np.linalg.norm(exact) < SATURATED * norm(p.cotangents):
+            continue
         expected = _projections(exact[None], directions)[0]
         runs = np.stack([wide(run[n]) for run in p.rounded])
         order = np.abs(_projections(runs, directions) - expected).max(0)

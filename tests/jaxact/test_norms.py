@@ -106,3 +106,43 @@ def test_arguments_near_a_pole_inside_of_a_branch_stay_exact(name):
     inside = lambda x: lax.cond(x[0, 0] > 0, f, f, jnp.sin(x))
     x = jax.random.normal(jax.random.key(3), (16, 64))
     assert draw_error(inside, x) < 8 / 255
+
+
+BEFORE = {
+    "halved": lambda x: 0.5 * x,
+    "gain": lambda x: x / CHANNELS,
+    "mask": lambda x: x * (jnp.arange(64)[None] % 4 > 0).astype(x.dtype),
+}
+CHANNELS = 10.0 ** jnp.linspace(-1.5, 1.5, 64).reshape(1, 64)
+
+
+@pytest.mark.parametrize("name", BEFORE)
+def test_channels_of_any_scale_that_are_scaled_before_their_norm(name):
+    """Stored as they were before the scaling, they had an error of 0.6 gradients."""
+
+    def f(x):
+        x = BEFORE[name](x)
+        x = x - x.mean(0, keepdims=True)
+        return x * lax.rsqrt((x * x).mean(0, keepdims=True) + 1e-5)
+
+    x = CHANNELS * jax.random.normal(jax.random.key(4), (64, 64))
+    assert draw_error(f, x) < 8 / 255 / 2
+
+
+WITH_ZEROS = jnp.where(jnp.arange(8).reshape(1, 8, 1) > 0, ROWS, 0.0)
+
+
+def with_unused_norm(x):
+    x / jnp.sqrt((x * x).sum(-1, keepdims=True))  # NaN in rows of zeros
+    return x**2
+
+
+def scaled_up(x):
+    scaled = x * jnp.sqrt(x.var(-1, keepdims=True) + 1e-6)
+    return scaled @ jnp.ones((16, 16)) + x**2
+
+
+@pytest.mark.parametrize("f", [with_unused_norm, scaled_up])
+def test_rows_of_zeros_have_finite_gradients(f):
+    """They were divided by their deviation before they were stored."""
+    assert draw_error(f, WITH_ZEROS) < 8 / 255 / 2
