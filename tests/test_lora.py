@@ -6,6 +6,7 @@ import importlib
 import json
 from pathlib import Path
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -150,3 +151,20 @@ def test_without_a_model_one_is_trained_first(lora, tmp_path):
     assert (output / "adapter_model.safetensors").exists()
     net, _ = lora.huggingface.shapes(output / "base")
     assert net == lora.BASE
+
+
+def test_a_decoder_that_installs_as_a_package_is_written_for_lora(lora, tmp_path, load):
+    pytest.importorskip("tokenizers")
+    pretrained = load("pretrained")
+    net = dataclasses.replace(lora.BASE, layers=2, vocabulary=5, tied=True)
+    params = jax.tree.map(np.asarray, net.init(jax.random.key(0)))
+    layers = [{k: v[i] for k, v in params["layers"].items()} for i in range(2)]
+    tokenizer = pretrained.tokenizer_of(["a", "b", "c", "ab", "abc"], ["a b", "ab c"])
+    folder = tmp_path / "decoder"
+    pretrained.save(
+        pretrained.Decoder(net, tokenizer, params["tokens"], layers, params["gain"]),
+        folder,
+    )
+    _, found = lora.huggingface.load(folder, jnp.float32)
+    chex.assert_trees_all_equal(found, params)
+    assert lora.huggingface.encoder(folder, 5)("abcab").tolist() == [4, 3]

