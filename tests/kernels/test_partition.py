@@ -26,6 +26,7 @@ from jaxact_kernels.rotated import triton as rotated_triton
 from support.eight_devices import COLLECTIVES, collectives, run_on_eight_devices
 from support.gpu_target import needs_target
 from support.subjects import Affine, jit_interpreted as jit, sample
+from support.variants import thorough
 
 SHAPE = (8, 4, 256)
 SEED = np.uint32(7)
@@ -114,6 +115,7 @@ def test_a_box_cut_along_its_first_axis_counts_by_ones():
     assert numbering.sizes == (16,) and numbering.strides == (1,)
 
 
+@thorough
 def test_eight_devices_run_the_kernel_where_the_data_are():
     run_on_eight_devices(__file__)
 

@@ -18,6 +18,7 @@ from support.subjects import (
     jitted,
     sample,
 )
+from support.variants import thorough
 
 SHAPE = (3, 300)
 ADAPTIVE = Rotated(3, group_size=64, is_adaptive=True)
@@ -85,6 +86,7 @@ def test_scan_equals_a_loop(subject):
     assert_same(run(x, seeds), jax.tree.map(lambda *rows: jnp.stack(rows), *wanted))
 
 
+@thorough
 def test_eight_devices_give_the_words_of_one_without_a_collective():
     run_on_eight_devices(__file__)
 
