@@ -47,9 +47,17 @@ def test_eight_devices_give_the_bits_of_one(check):
 
 @needs_target
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_eight_gpus_exchange_what_they_do_uncompressed(layout, kind):
+@pytest.mark.parametrize(
+    "kind, layout",
+    [
+        pytest.param(kind, layout, id=f"{kind.name}-{layout.name}")
+        for kind in KINDS
+        for layout in LAYOUTS
+        # One partitioner serves both kinds: of the first, the layout with two axes.
+        if kind is KINDS[-1] or layout.name == "data and tensor"
+    ],
+)
+def test_eight_gpus_exchange_what_they_do_uncompressed(kind, layout):
     topology = topologies.get_topology_desc(
         platform="cuda", target_config=TARGETS["h100"].description, topology="1x1x8"
     )
