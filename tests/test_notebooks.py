@@ -50,8 +50,13 @@ def assert_whole(notebook):
 
 
 @thorough
-def test_there_are_three():
-    assert NAMES == ["fit_a_model_that_did_not_fit", "quickstart", "which_bits"]
+def test_there_are_four():
+    assert NAMES == [
+        "fine_tune_an_llm",
+        "fit_a_model_that_did_not_fit",
+        "quickstart",
+        "which_bits",
+    ]
 
 
 @thorough
@@ -158,3 +163,14 @@ def test_which_bits(run):
     # Where rounding is coarse, cross terms come on top of what is predicted.
     assert found["allocated", 2][1] < 0.75 * found["uniform", 2][1]
     assert 2 < float(re.search(r"e2=0.02 +([\d.]+) bits", text)[1]) < 4
+
+
+@pytest.mark.slow
+def test_fine_tune_an_llm(run):
+    """A small decoder takes the pretrained one's place where that is not installed."""
+    notebook = run("fine_tune_an_llm")
+    text = printed(notebook)
+    first, *others = re.findall(r"loss ([\d.]+) -> ([\d.]+)", text)
+    assert len(others) == 3 and {start for start, _ in others} == {first[0]}
+    assert all(float(last) < float(start) for start, last in [first, *others])
+    assert len(re.findall(r"\(([\d.]+)x smaller\)", html(notebook))) == 1

@@ -55,6 +55,9 @@ _POLES = frozenset(
     "log log1p sqrt rsqrt cbrt pow asin acos acosh atanh erf_inv lgamma digamma "
     "tan".split()
 )
+# A rounded value may change places with another, and so may their whole gradients: the
+# experts that a checkpoint computes again would not be those of the forward pass.
+_ORDERS = frozenset("sort top_k approx_top_k argmax argmin".split())
 # Tell infinity or NaN from a number, which rounding does not change.
 _TESTS = frozenset(["is_finite"])
 
@@ -104,12 +107,14 @@ class Uses:
       divided: something is divided by it, or its logarithm, root or inverse is taken:
         the noise has no bound.
       solved: it is a matrix that is factorized or solved with: nor has it here.
+      ordered: its elements, or those of something computed from it, are put in order.
     """
 
     repeated: int = 0
     nonlinear: int = 0
     divided: int = 0
     solved: int = 0
+    ordered: int = 0
 
 
 def find_uses(
@@ -205,6 +210,8 @@ def _elementary(eqn: Eqn, operands: Sequence[Value], uses: Uses) -> Value:
     known = _union(residuals)
     if name in SOLVERS or name in FACTORIZATIONS:
         uses.solved |= known.bits
+    if name in _ORDERS:
+        uses.ordered |= known.bits
     uses.nonlinear |= known.bits
     others = _union([o for o in operands if not everything and o.has_cotangent])
     return others | known.after_nonlinear()
