@@ -93,7 +93,7 @@ def test_h100_of_a_policy_that_names_nothing():
         pytest.param(SMALL, True, "h100", (2, 8), marks=needs_target),
         # Unrolled, the residuals must outweigh the scratch space for bits to show.
         pytest.param(
-            transformer.Size(layers=4), False, "h100", (2, 8), marks=needs_target
+            transformer.Size(layers=2), False, "h100", (2, 8), marks=needs_target
         ),
     ],
     ids=["scanned", "scanned-h100", "unrolled-h100"],

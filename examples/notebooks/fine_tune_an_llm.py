@@ -279,7 +279,7 @@ figure, axis = plt.subplots(figsize=(6, 2.5), layout="constrained")
 for name, curve in curves.items():
     axis.plot(curve, label=name)
 axis.set(xlabel="step", ylabel="nats a token")
-axis.legend()
+figure.legend(loc="outside right upper")
 plt.show()
 for name, curve in curves.items():
     print(f"{name:16} loss {curve[0]:.3f} -> {np.mean(curve[-5:]):.3f}")

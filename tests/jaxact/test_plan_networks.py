@@ -70,13 +70,13 @@ def test_a_transformer_of_twelve_layers():
     assert costs == sorted(costs, reverse=True)
 
 
-# A quarter of the uncompressed step's, which is 16272, 6023 and 2762 MiB: in bytes, so
-# that it need not be compiled. Then the smallest budgets to be met; 2255, 263 and 368
-# MiB were reached. A first plan that fills nine tenths ends the search.
+# A quarter of the uncompressed step's, which is 16272 and 6023 MiB: in bytes, so that
+# it need not be compiled. Last the smallest budgets to be met; 2255, 263 and 368 MiB
+# were reached. A first plan that fills nine tenths ends the search.
 BUDGETS = {
     "gpt2-medium": ("4068MiB", "2300MiB"),
     "vit-b": ("1505MiB", "290MiB"),
-    "resnet50": ("690MiB", "385MiB"),
+    "resnet50": ("385MiB",),
 }
 
 
@@ -101,10 +101,11 @@ def plans(name, load):
 @needs_target
 @pytest.mark.parametrize("name", BUDGETS)
 def test_networks_on_a_gpu(name, load):
-    quarter, smallest = plans(name, load)
-    fits(quarter)
-    assert smallest.bytes <= smallest.budget
-    assert len(quarter.trail) <= 4 and len(smallest.trail) <= 4
+    known = 0  # steps that were compiled for an earlier plan count in the next
+    for plan in plans(name, load):
+        fits(plan)
+        assert len(plan.trail) <= known + 4
+        known = len(plan.trail)
 
 
 def test_the_predicted_noise_is_that_of_the_gradient():

@@ -34,7 +34,9 @@ def test_kernels_spill_nothing(bits, is_adaptive):
     options = {"bits": bits, "group_size": 256, "is_adaptive": is_adaptive}
     x = jax.ShapeDtypeStruct(SHAPE, "bfloat16")
     seed = jax.ShapeDtypeStruct((), np.uint32)
-    if bits == 2:  # at 4 bits an encoder spills: 128 elements have 8 levels each
+    # At 4 bits an encoder spills: 128 elements have 8 levels each. The adaptive one at
+    # 2 bits is compiled by test_benchmark.py.
+    if bits == 2 and not is_adaptive:
         check(functools.partial(triton.encode, **options), x, seed)
     stored = jax.eval_shape(functools.partial(reference.encode, **options), x, seed)
     options |= {"shape": SHAPE, "dtype": x.dtype}
