@@ -81,6 +81,9 @@ class Norms:
         while todo:
             v = todo.pop()
             for eqn in self.users.get(v, ()):
+                # A gain that is broadcast has not the axes of the array it scales.
+                if any(out.aval.shape != x.aval.shape for out in eqn.outvars):
+                    continue
                 if eqn.primitive.name in CASTS | COPIES:
                     todo.append(eqn.outvars[0])
                 elif eqn.primitive.name == name:

@@ -146,3 +146,17 @@ def scaled_up(x):
 def test_rows_of_zeros_have_finite_gradients(f):
     """They were divided by their deviation before they were stored."""
     assert draw_error(f, WITH_ZEROS) < 8 / 255 / 2
+
+
+def test_a_gain_that_is_stored_is_not_normalized():
+    """It was, as if it had the rows of the array that it scales: a TypeError."""
+
+    def f(x, gain):
+        y = jnp.log1p(x * x)[:, :65]
+        scaled = gain[None] * y * lax.rsqrt((y * y).mean(-1, keepdims=True) + 1e-5)
+        return jax.nn.gelu(scaled), x * jnp.roll(x, 1, 0)
+
+    x = jax.random.normal(jax.random.key(5), (8, 128))
+    small = jaxact.compress(f, policy=jaxact.Policy(8))
+    outputs, pullback = jax.vjp(small, x, jnp.ones(65))
+    assert all(jnp.isfinite(g).all() for g in pullback(outputs))

