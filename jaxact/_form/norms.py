@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
+from jaxact._form.intervals import Interval, find_intervals, interval_of
 from jaxact._jaxpr.primitives import CASTS, COPIES
 from jaxact._jaxpr.read import is_literal, variables_in
 from jaxact._jaxpr.types import Atom, Eqn, Jaxpr, Producers, Shape, Var
@@ -28,6 +29,8 @@ _DEVIATIONS = {"rsqrt": False, "sqrt": True}  # is it the deviation, or its inve
 _RESHAPES = frozenset("broadcast_in_dim reshape squeeze expand_dims".split())
 # Groups of the default size hold one row if it has at least so many elements.
 _LONG_ROW = 128
+# The deviations of variances from this on are far from the ends of float32.
+_LEAST_VARIANCE = 1e-20
 
 _Axes: TypeAlias = tuple[int, ...]
 
@@ -45,10 +48,12 @@ class Norms:
 
     Attributes:
       users: the equations that read each variable.
+      intervals: for each variable whose values have a bound.
     """
 
     producers: Producers
     users: dict[Var, list[Eqn]]
+    intervals: dict[Var, Interval]
 
     def normalizing(self, x: Var) -> Normalized | None:
         """The program's own normalization for `x`, if groups of codes need it."""
@@ -71,9 +76,15 @@ class Norms:
                     for factor in factors:
                         found = self._deviation(factor.variable)
                         if found is not None and _varies(factor.axes, x.aval.shape):
-                            return Normalized(None, *found, factor.axes)
+                            may_vanish = self._may_vanish(found[0])
+                            return Normalized(None, *found, factor.axes, may_vanish)
                     todo.append(product)
         return None
+
+    def _may_vanish(self, deviation: Var) -> bool:
+        """Whether no epsilon under its root keeps a deviation away from 0."""
+        lo, _ = interval_of(self.producers[deviation].invars[0], self.intervals)
+        return lo < _LEAST_VARIANCE
 
     def _results(self, x: Var, name: str) -> Iterator[tuple[Var, list[_Statistic]]]:
         """(result, factors) where `name` combines `x` with a product of statistics."""
@@ -158,4 +169,4 @@ def norms_in(jaxpr: Jaxpr, producers: Producers) -> Norms:
     for eqn in jaxpr.eqns:
         for v in variables_in(eqn.invars):
             users[v].append(eqn)
-    return Norms(producers, dict(users))
+    return Norms(producers, dict(users), find_intervals(jaxpr))

@@ -68,12 +68,14 @@ class Normalized:
         for a value that is centered already, or that a norm does not center.
       inverse: whether `deviation` is one over the deviation.
       axes: those of the array, in order; along the others the map is constant.
+      may_vanish: whether the program may have rows without a deviation.
     """
 
     mean: Var | None
     deviation: Var
     inverse: bool
     axes: tuple[int, ...]
+    may_vanish: bool
 
     @property
     def statistics(self) -> list[Var]:
@@ -105,7 +107,9 @@ class Normalized:
         shape = [n if axis in self.axes else 1 for axis, n in enumerate(x.shape)]
         arrays = [env[v].reshape(shape).astype(dtype) for v in self.statistics]
         *mean, scale = arrays
-        # A row of zeros may have no deviation, in a program that never divides by it.
+        if not self.may_vanish:
+            return mean, scale
+        # A row of zeros has none, in a program that never divides by it.
         is_scale = (scale > _LEAST_SCALE) & (scale < 1 / _LEAST_SCALE)
         return mean, jnp.where(is_scale, scale, jnp.ones_like(scale))
 
