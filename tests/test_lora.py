@@ -6,7 +6,6 @@ import importlib
 import json
 from pathlib import Path
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +13,7 @@ import pytest
 
 import jaxact
 from support.checkpoints import LLAMA, QWEN2, oracle, tensors_of, write
+from support.programs import assert_same_bits
 from support.variants import thorough
 from test_examples import mib, rows, run
 
@@ -166,5 +166,5 @@ def test_a_decoder_that_installs_as_a_package_is_written_for_lora(lora, tmp_path
         folder,
     )
     _, found = lora.huggingface.load(folder, jnp.float32)
-    chex.assert_trees_all_equal(found, params)
+    assert_same_bits(found, params)
     assert lora.huggingface.encoder(folder, 5)("abcab").tolist() == [4, 3]
