@@ -256,13 +256,13 @@ class Policy(Saved):
         is_lossless = self.default is not None and self.default.is_lossless
         if self.default is not None and (is_lossless or not (spared or is_mask)):
             return _apply(self.default, residual, Reason.DEFAULT)
-        if is_mask:
+        if is_mask and not small:
             on_host = isinstance(self.default, Offload)
             action = Offload(Bitmask()) if on_host else Bitmask()
             return Decision(residual, action, Reason.MASK)
-        if not is_float:
+        if not (is_float or is_mask):
             return Decision(residual, Exact(), Reason.NOT_FLOAT)
-        if spared:
+        if spared or is_mask:
             reason = Reason.SMALL if small else Reason.STATISTIC
             return Decision(residual, Exact(), reason)
         return _apply(self._action_for(residual), residual, Reason.BITS)

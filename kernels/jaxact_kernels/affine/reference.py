@@ -167,12 +167,15 @@ def quantize(
         dtype: of the array that was split.
         bits: one width, or `uint32[*lead, num_groups]`.
     """
-    # Without the barrier XLA computes the metadata again in each kernel that reads it:
-    # a third more code to compile.
-    stored = lax.optimization_barrier(metadata(*ends, bits, dtype))
-    fixed = fixed_point(groups, encoding_line(ends[0], stored), bits)
-    if stochastic:
-        draw = noise.sixteen_bits(noise.group_keys(seed, stored), layout.group)
+    stored = metadata(*ends, bits, dtype)
+    line = encoding_line(ends[0], stored)
+    keys = noise.group_keys(seed, stored) if stochastic else None
+    # Without the barrier XLA computes these again in each kernel that reads them: a
+    # third more code to compile. With one it computes them in one kernel.
+    stored, line, keys = lax.optimization_barrier((stored, line, keys))
+    fixed = fixed_point(groups, line, bits)
+    if keys is not None:
+        draw = noise.sixteen_bits(keys, layout.group)
     else:
         draw = NEAREST
     codes = round_fixed_point(fixed, draw)
