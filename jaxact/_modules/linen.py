@@ -29,10 +29,19 @@ _VARIABLES = [Argument(name, Kind.PARAMETER) for name in ("variables", "rngs")]
 
 
 class _Place(NamedTuple):
-    """Where a compressed module is: its name, and the path above it."""
+    """Where a compressed module is called.
+
+    Attributes:
+      module: its name.
+      above: the path above it.
+      is_initializing: whether parameters are made, and nothing is differentiated. In a
+        lifted scan, as `nn.RNN` has one, they must not depend on the call's arguments,
+        as all outputs of a compressed call do.
+    """
 
     module: str
     above: str
+    is_initializing: bool
 
 
 def compress(target: T, policy: Policy, static_argnums: Sequence[str | int]) -> T:
@@ -107,6 +116,8 @@ def _lift(
                 y = fn(scope, *args, **kwargs)
                 return y, repack(scope)
 
+            if place.is_initializing:
+                return pure(variables, rngs, *args, **kwargs)
             own = _describe(method, args, kwargs, activations, static_argnums)
             describe = [*_VARIABLES, *(_in_module(place.module, a) for a in own)]
             inputs = (variables, rngs, *args)
@@ -158,7 +169,8 @@ def _describe(
 def _place_of(scope: Scope, target: type | Callable[..., object]) -> _Place:
     # Linen's own scope for the outermost module is its class.
     top = target.__name__ if isinstance(target, type) else ""
-    return _Place(scope.name or top, _path_above(scope.path[:-1]))
+    is_initializing = scope.get_flag("initializing", False)
+    return _Place(scope.name or top, _path_above(scope.path[:-1]), is_initializing)
 
 
 def _path_above(path: Sequence[str]) -> str:

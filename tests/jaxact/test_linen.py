@@ -39,6 +39,7 @@ from support.linen_modules import (
     same,
     step,
 )
+from support.programs import relative_error
 from support.variants import thorough
 from support.wrapping import (
     AS_WRITTEN,
@@ -358,3 +359,14 @@ def test_a_module_without_variables_is_a_plain_argument():
     params = net.init(jax.random.key(0), data())
     small = jaxact.compress(loss, activations="x")
     assert same(small(net, params, data()), loss(net, params, data()))
+
+
+def test_a_compressed_cell_in_a_scan_that_shares_its_parameters():
+    """`nn.RNN` makes them in its scan, where they may not depend on the sequence."""
+    x = jax.random.normal(jax.random.key(0), (2, 5, 8))
+    small = nn.RNN(exact(nn.LSTMCell)(8))
+    whole = nn.RNN(nn.LSTMCell(8))
+    params = small.init(jax.random.key(1), x)
+    assert same(params, whole.init(jax.random.key(1), x))
+    gradient = lambda net: jax.grad(lambda p: net.apply(p, x).sum())(params)
+    assert relative_error(gradient(small), gradient(whole)) < 1e-6
