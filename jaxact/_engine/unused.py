@@ -82,7 +82,7 @@ def used_part(plan: StoragePlan, is_used: Sequence[bool]) -> UsedPart | None:
     outputs = forward.jaxpr.outvars[: forward.num_outputs]
     flags = [u for v, u in zip(outputs, is_used, strict=True) if is_float(v)]
     is_live = dict(zip(forward.backward.cotangents, flags, strict=True))
-    jaxpr, constants = _inlined(plan)
+    jaxpr, constants = flatten(forward.backward_program, inlinable_body)
     jaxpr = _without_zeros(jaxpr, is_live)
     read = set(variables_in(jaxpr.outvars))
     read.update(v for eqn in jaxpr.eqns for v in variables_in(eqn.invars))
@@ -92,22 +92,6 @@ def used_part(plan: StoragePlan, is_used: Sequence[bool]) -> UsedPart | None:
     if len(narrow.packed) == len(plan.packed):
         return None
     return UsedPart(narrow, jaxpr, (*forward.consts, *constants))
-
-
-def _inlined(plan: StoragePlan) -> tuple[Jaxpr, Sequence[Array]]:
-    """The backward program from residuals and cotangents, and its added constants."""
-    forward, backward = plan.forward, plan.forward.backward
-    residuals = dict.fromkeys(variables_in(backward.residuals))
-    constants = set(forward.jaxpr.constvars)
-    inputs = [v for v in residuals if v not in constants] + list(backward.cotangents)
-    info = forward.jaxpr.debug_info._replace(arg_names=None, result_paths=None)
-    jaxpr = forward.jaxpr.replace(
-        invars=inputs,
-        eqns=list(backward.eqns),
-        outvars=list(backward.gradients),
-        debug_info=info,
-    )
-    return flatten(jaxpr, inlinable_body)
 
 
 def _without_zeros(jaxpr: Jaxpr, is_live: Mapping[Var, bool]) -> Jaxpr:

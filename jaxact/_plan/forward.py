@@ -16,8 +16,8 @@ from jax.extend import core as jex
 
 from jaxact._jaxpr.compat import open_jaxpr
 from jaxact._jaxpr.primitives import RESHAPES
-from jaxact._jaxpr.read import is_literal
-from jaxact._jaxpr.rewrite import with_outputs
+from jaxact._jaxpr.read import is_literal, variables_in
+from jaxact._jaxpr.rewrite import with_outputs, without_unused
 from jaxact._jaxpr.types import (
     Array,
     Atom,
@@ -82,6 +82,29 @@ class Forward:
     def residuals(self) -> list[Atom]:
         """One variable (or literal) for each residual, in the order of `vjp_tree`."""
         return list(self.jaxpr.outvars[self.num_outputs :])
+
+    @functools.cached_property
+    def backward_program(self) -> Jaxpr:
+        """The backward program, from residuals and cotangents to gradients."""
+        backward = self.backward
+        residuals = dict.fromkeys(variables_in(backward.residuals))
+        constants = set(self.jaxpr.constvars)
+        inputs = [v for v in residuals if v not in constants] + [*backward.cotangents]
+        info = self.jaxpr.debug_info._replace(arg_names=None, result_paths=None)
+        return self.jaxpr.replace(
+            invars=inputs,
+            eqns=list(backward.eqns),
+            outvars=list(backward.gradients),
+            debug_info=info,
+        )
+
+    @functools.cached_property
+    def used_backward(self) -> Sequence[Eqn]:
+        """The backward program's equations, but those that no gradient needs.
+
+        A custom rule differentiates a softmax's maximum too, and drops it.
+        """
+        return without_unused(self.backward_program).eqns
 
 
 def active_of(values: Sequence[T], is_active: Sequence[bool]) -> list[T]:

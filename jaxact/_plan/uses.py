@@ -58,6 +58,9 @@ _POLES = frozenset(
 # A rounded value may change places with another, and so may their whole gradients: the
 # experts that a checkpoint computes again would not be those of the forward pass.
 _ORDERS = frozenset("sort top_k approx_top_k argmax argmin".split())
+# Equal to an extreme along an axis: where that is, as its derivative asks.
+_EXTREMES = frozenset(["reduce_max", "reduce_min"])
+_EQUALITIES = frozenset(["eq", "ne"])
 # Tell infinity or NaN from a number, which rounding does not change.
 _TESTS = frozenset(["is_finite"])
 
@@ -70,11 +73,13 @@ class Value(NamedTuple):
         multiplied with.
       bent: of those that something nonlinear was computed from on the way.
       has_cotangent: whether it depends on a cotangent.
+      extreme: of those that it is an extreme of, along an axis.
     """
 
     linear: int = 0
     bent: int = 0
     has_cotangent: bool = False
+    extreme: int = 0
 
     @property
     def bits(self) -> int:
@@ -85,6 +90,7 @@ class Value(NamedTuple):
             self.linear | other.linear,
             self.bent | other.bent,
             self.has_cotangent or other.has_cotangent,
+            self.extreme | other.extreme,
         )
 
     def after_nonlinear(self) -> "Value":
@@ -212,9 +218,13 @@ def _elementary(eqn: Eqn, operands: Sequence[Value], uses: Uses) -> Value:
         uses.solved |= known.bits
     if name in _ORDERS:
         uses.ordered |= known.bits
+    if name in _EQUALITIES:
+        first, second = operands
+        uses.ordered |= first.extreme & second.bits | second.extreme & first.bits
     uses.nonlinear |= known.bits
     others = _union([o for o in operands if not everything and o.has_cotangent])
-    return others | known.after_nonlinear()
+    result = others | known.after_nonlinear()
+    return result._replace(extreme=known.bits) if name in _EXTREMES else result
 
 
 def _body(eqn: Eqn) -> ClosedJaxpr | None:

@@ -366,6 +366,13 @@ def test_the_gradient_of_a_number_is_summed_in_its_dtype():
     assert abs(found / pull(f) - 1) < 2**-9 + 5 / 255 / 2 / 64
 
 
+def test_a_softmax_in_a_checkpoint_asks_for_no_order():
+    """Its maximum has no derivative."""
+    f = jax.checkpoint(lambda x: jax.nn.softmax(x @ x.T) @ jax.nn.relu(x))
+    rows = jaxact.residuals(lambda x: f(jnp.sin(x)), X, policy=Policy(4)).rows
+    assert [row for row in rows if row.action == Quantize(8)]
+
+
 def experts(x, w):
     """The two of eight experts that score highest, each a row of weights."""
     scores, chosen = jax.lax.top_k(jax.nn.softmax(x @ w[:, :8]), 2)
@@ -376,6 +383,7 @@ ORDERED = {
     "experts": experts,
     "quantile": lambda x, w: jnp.quantile(x @ w, 0.3, axis=-1),
     "largest": lambda x, w: w.T[jnp.argmax(x @ w, -1)] * x,
+    "pooled": lambda x, w: jnp.max(x @ w, axis=-1, keepdims=True) * x,
 }
 
 
