@@ -2,23 +2,26 @@
 
 The residuals in a scan are stacked by the scan itself, so compressing them afterwards
 would need all layers' at once. A scan in a compressed call is therefore evaluated with
-its body compressed; the body's parameters stay where the scan keeps them. Scans inside
-branches, custom rules and checkpoints are left as they are.
+its body compressed, wherever in branches, jits and shard_maps it is; the body's
+parameters stay where the scan keeps them. Scans inside custom rules and checkpoints are
+left as they are.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from jaxact._engine.storage import Draw
-from jaxact._jaxpr.compat import open_jaxpr, scan_counts
+from jaxact._jaxpr.compat import jit_shardings, open_jaxpr, scan_counts
 from jaxact._jaxpr.evaluate import bind, value_of
-from jaxact._jaxpr.flow import fact_of, flow, scan_facts
+from jaxact._jaxpr.flow import fact_of, facts_inside, flow, scan_facts
 from jaxact._jaxpr.labels import module_path, numbered, scan_inputs, with_labels
-from jaxact._jaxpr.primitives import JITS
-from jaxact._jaxpr.types import Array, Eqn, Jaxpr
+from jaxact._jaxpr.read import held_programs
+from jaxact._jaxpr.types import Array, ClosedJaxpr, Eqn, Jaxpr
 from jaxact._plan.facts import input_facts, kind_of, learn
 from jaxact._residual import join_paths
 from jaxact._trace import Flat, Kind
@@ -29,14 +32,12 @@ _Arrays: TypeAlias = tuple[Any, ...]
 
 
 def contains_scan(jaxpr: Jaxpr) -> bool:
-    """Whether `jaxpr`, or a jitted function it calls, has a scan."""
-    return any(eqn.primitive.name == "scan" or _calls_scan(eqn) for eqn in jaxpr.eqns)
+    """Whether `jaxpr`, or a program that its equations hold, has a scan."""
+    return any(eqn.primitive.name == "scan" or _holds_scan(eqn) for eqn in jaxpr.eqns)
 
 
-def _calls_scan(eqn: Eqn) -> bool:
-    return eqn.primitive.name in JITS and contains_scan(
-        open_jaxpr(eqn.params["jaxpr"])[0]
-    )
+def _holds_scan(eqn: Eqn) -> bool:
+    return any(contains_scan(open_jaxpr(held)[0]) for held in held_programs(eqn))
 
 
 def push_into_scans(
@@ -65,22 +66,22 @@ def _evaluate(
         operand_facts = [fact_of(facts_of_all, v) for v in eqn.invars]
         if eqn.primitive.name == "scan":
             out = _scan(eqn, operand_facts, draw, operands, compress)
-        elif _calls_scan(eqn):
-            out = _jit(eqn, operand_facts, draw, operands, compress)
+        elif _holds_scan(eqn):
+            out = _holding(eqn, operand_facts, draw, operands, compress)
         else:
             out = bind(eqn, operands)
         env.update(zip(eqn.outvars, out, strict=True))
     return [value_of(v, env) for v in jaxpr.outvars]
 
 
-def _jit(
+def _holding(
     eqn: Eqn,
     facts: Sequence[int],
     draw: Draw,
     values: Sequence[Array],
     compress: CompressBody,
 ) -> list[jax.Array]:
-    body, consts = open_jaxpr(eqn.params["jaxpr"])
+    """An equation with scans in the programs that it holds."""
     scope = module_path(eqn.source_info.name_stack)
 
     def compress_body(
@@ -88,11 +89,38 @@ def _jit(
     ) -> list[jax.Array]:
         return compress(flat, draw, values, join_paths(scope, inner_scope))
 
-    def run(draw: Draw, *values: Array) -> list[jax.Array]:
-        input_facts = [0] * len(consts) + list(facts)
-        return _evaluate(body, input_facts, draw, [*consts, *values], compress_body)
+    def run(held: ClosedJaxpr, draw: Draw, *values: Array) -> list[jax.Array]:
+        body, consts = open_jaxpr(held)
+        given = [0] * len(consts) + facts_inside(eqn, facts)
+        return _evaluate(body, given, draw, [*consts, *values], compress_body)
 
-    return jax.jit(run)(draw, *values)
+    runs = [functools.partial(run, held) for held in held_programs(eqn)]
+    if eqn.primitive.name == "cond":
+        index, *operands = values
+        return lax.switch(index, runs, draw, *operands)
+    if eqn.primitive.name == "shard_map":
+        params = eqn.params
+        mapped = jax.shard_map(
+            runs[0],
+            mesh=params["mesh"],
+            in_specs=(PartitionSpec(), *params["in_specs"]),
+            out_specs=list(params["out_specs"]),
+            axis_names=params["newly_manual_axes"],
+            check_vma=params["check_vma"],
+        )
+        return mapped(draw, *values)
+    inputs = _placed(values, jit_shardings(eqn, "in"))
+    return _placed(jax.jit(runs[0])(draw, *inputs), jit_shardings(eqn, "out"))
+
+
+def _placed(
+    values: Sequence[Array], shardings: Sequence[jax.sharding.Sharding | None]
+) -> list[Any]:
+    """The values where a jit asks for them to be."""
+    return [
+        x if place is None else lax.with_sharding_constraint(x, place)
+        for x, place in zip(values, shardings, strict=True)
+    ]
 
 
 def _scan(

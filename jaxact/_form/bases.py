@@ -17,8 +17,8 @@ from jaxact._form.softmax import softmax_body
 from jaxact._jaxpr.flow import fact_of
 from jaxact._jaxpr.primitives import ELEMENTWISE, PLACEMENTS, VIEWS
 from jaxact._jaxpr.read import is_float, is_literal, variables_in
-from jaxact._jaxpr.rewrite import Body, flatten, inlinable_body
-from jaxact._jaxpr.types import Atom, Eqn, Var
+from jaxact._jaxpr.rewrite import Body, flatten, inlinable_body, with_held_programs
+from jaxact._jaxpr.types import Atom, Eqn, Jaxpr, Var
 from jaxact._plan.forward import Forward
 from jaxact._plan.reading import (
     Reading,
@@ -91,12 +91,21 @@ def flattened(forward: Forward) -> Forward:
     """A forward program with its calls, cells and pools inlined."""
 
     def body(eqn: Eqn) -> Body | None:
-        own = cell_body(eqn) or pool_body(eqn) or softmax_body(eqn)
-        return own or inlinable_body(eqn)
+        return _own_body(eqn) or inlinable_body(eqn)
 
     jaxpr, constants = flatten(forward.jaxpr, body)
+    jaxpr = with_held_programs(jaxpr, _without_forms)
     consts = (*forward.consts, *constants)
     return dataclasses.replace(forward, jaxpr=jaxpr, consts=consts)
+
+
+def _without_forms(_: Eqn, inside: Jaxpr) -> Jaxpr:
+    """A program in an equation, with its cells, pools and softmaxes inlined."""
+    return with_held_programs(flatten(inside, _own_body)[0], _without_forms)
+
+
+def _own_body(eqn: Eqn) -> Body | None:
+    return cell_body(eqn) or pool_body(eqn) or softmax_body(eqn)
 
 
 def _bases(reading: Reading) -> _Bases:
@@ -143,7 +152,7 @@ def _bases(reading: Reading) -> _Bases:
     roundings = _roundings(chooser, stored)
     leaves = zip(backward.residuals, reading.forward.residuals, strict=True)
     uses = find_uses(
-        backward.eqns,
+        reading.forward.used_backward,
         backward.cotangents,
         {
             v: roundings[leaf]

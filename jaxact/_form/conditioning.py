@@ -2,7 +2,7 @@
 
 from jaxact._decision import Reason
 from jaxact._form.affine_classes import Classes, classify
-from jaxact._form.branches import Branch, branches_in
+from jaxact._form.inside import Inside, insides
 from jaxact._form.poles import bases_near_poles, sources_of
 from jaxact._form.short_norms import bases_in_short_norms
 from jaxact._jaxpr.types import Jaxpr, Predicate, Producers, Var
@@ -11,7 +11,7 @@ from jaxact._jaxpr.types import Jaxpr, Predicate, Producers, Var
 def ill_conditioned(
     jaxpr: Jaxpr, classes: Classes, producers: Producers, is_activation: Predicate
 ) -> dict[Var, Reason]:
-    """Bases near a pole or in a norm over a few values, also inside of branches.
+    """Bases near a pole or in a norm over a few values, also inside equations.
 
     Args:
       is_activation: whether a variable is made from more than parameters.
@@ -19,25 +19,25 @@ def ill_conditioned(
     reasons = dict.fromkeys(bases_near_poles(jaxpr, classes), Reason.NEAR_POLE)
     short = bases_in_short_norms(jaxpr, classes, producers)
     reasons |= dict.fromkeys(short, Reason.SHORT_NORM)
-    for branch in branches_in(jaxpr, is_activation):
-        reasons |= _outputs(branch)
+    for inside in insides(jaxpr, is_activation):
+        reasons |= _outputs(inside)
     return reasons
 
 
-def _outputs(branch: Branch) -> dict[Var, Reason]:
-    """A conditional's outputs that are known once a branch's own such values are."""
-    program, is_activation = branch.program, branch.is_activation
+def _outputs(inside: Inside) -> dict[Var, Reason]:
+    """An equation's outputs that are known once such values inside it are."""
+    program, is_activation = inside.program, inside.is_activation
     inputs = {v for v in program.invars if is_activation(v)}
     classes = classify(program, 0, is_activation, inputs)
     producers = {v: eqn for eqn in program.eqns for v in eqn.outvars}
-    inside = ill_conditioned(program, classes, producers, is_activation)
+    found = ill_conditioned(program, classes, producers, is_activation)
     reasons: dict[Var, Reason] = {}
-    for reason in dict.fromkeys(inside.values()):
-        kept = {v for v, own in inside.items() if own is reason}
+    for reason in dict.fromkeys(found.values()):
+        kept = {v for v, own in found.items() if own is reason}
         if reason is Reason.NEAR_POLE:
             kept = kept.union(*(sources_of(v, classes, producers) for v in kept))
         known = classify(program, 0, is_activation, inputs, kept)
-        for v, output in branch.outputs:
+        for v, output in inside.outputs:
             if known.is_exact(v) and not classes.is_exact(v):
                 reasons[output] = reason
     return reasons

@@ -8,11 +8,11 @@ from jaxact._form.affine_classes import classify
 from jaxact._form.cells import with_cells
 from jaxact._form.pooling import with_pools
 from jaxact._form.softmax import with_softmaxes
-from jaxact._jaxpr.flow import fact_of, flow
+from jaxact._jaxpr.flow import fact_of, facts_inside, flow
 from jaxact._jaxpr.primitives import MOVES
 from jaxact._jaxpr.read import is_float
-from jaxact._jaxpr.rewrite import flatten, jit_body
-from jaxact._jaxpr.types import Array, Atom, Jaxpr, Predicate
+from jaxact._jaxpr.rewrite import Body, flatten, jit_body, with_held_programs
+from jaxact._jaxpr.types import Array, Atom, Eqn, Jaxpr, Predicate
 from jaxact._plan.facts import input_facts, learn
 from jaxact._policy import small_size
 from jaxact._trace import Flat, Kind
@@ -30,19 +30,33 @@ def rewrite(flat: Flat) -> tuple[Flat, Callable[[Sequence[Array]], list[Any]]]:
     def depends(v: Atom) -> bool:
         return fact_of(facts, v) != 0
 
-    classes = classify(
-        jaxpr,
-        small_size(_sizes(jaxpr, depends)),
-        depends,
-        set(filter(depends, flattened.invars)),
-    )
-    jaxpr = with_softmaxes(with_pools(jaxpr, depends), depends)
-    jaxpr = with_cells(jaxpr, classes.is_exact, depends)
+    small = small_size(_sizes(jaxpr, depends))
+    jaxpr = _with_forms(jaxpr, depends, small)
 
     def with_constants(values: Sequence[Array]) -> list[Any]:
         return [*values[:num_consts], *constants, *values[num_consts:]]
 
     return dataclasses.replace(flattened, jaxpr=jaxpr), with_constants
+
+
+def _with_forms(jaxpr: Jaxpr, depends: Predicate, small: int) -> Jaxpr:
+    """`jaxpr` with cells, pools and softmaxes, also inside its equations.
+
+    Args:
+      small: the most elements of a small value.
+    """
+    classes = classify(jaxpr, small, depends, set(filter(depends, jaxpr.invars)))
+    jaxpr = with_softmaxes(with_pools(jaxpr, depends), depends)
+    jaxpr = with_cells(jaxpr, classes.is_exact, depends)
+
+    def change(eqn: Eqn, inside: Jaxpr) -> Jaxpr:
+        inside, _ = flatten(inside, _jit_without_constants)
+        given = [int(depends(v)) for v in eqn.invars]
+        facts = flow(inside, facts_inside(eqn, given))
+        is_made = lambda v: fact_of(facts, v) != 0
+        return _with_forms(inside, is_made, small)
+
+    return with_held_programs(jaxpr, change)
 
 
 def _with_constants(flat: Flat, jaxpr: Jaxpr, position: int, count: int) -> Flat:
@@ -57,6 +71,12 @@ def _with_constants(flat: Flat, jaxpr: Jaxpr, position: int, count: int) -> Flat
         insert(flat.paths, "closed over"),
         insert(flat.owners, -1),
     )
+
+
+def _jit_without_constants(eqn: Eqn) -> Body | None:
+    """A jit's body that can be inlined where there is no place for constants."""
+    body = jit_body(eqn)
+    return None if body is None or body.constants else body
 
 
 def _sizes(jaxpr: Jaxpr, depends: Predicate) -> list[int]:

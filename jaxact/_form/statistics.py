@@ -6,7 +6,7 @@ reduction that a product contracts with is none: a pooled feature is an activati
 another.
 """
 
-from jaxact._form.branches import branches_in
+from jaxact._form.inside import insides
 from jaxact._jaxpr.primitives import MATMULS, REDUCTIONS, RESHAPES, SCATTERS
 from jaxact._jaxpr.read import is_float, keeps_elements, variables_in
 from jaxact._jaxpr.types import Eqn, Jaxpr, Predicate, Var
@@ -18,8 +18,8 @@ def find_statistics(jaxpr: Jaxpr, is_activation: Predicate) -> set[Var]:
     Args:
       is_activation: whether a variable is made from more than parameters.
     """
-    contracted = _contracted(jaxpr)
-    statistics = _in_branches(jaxpr, is_activation) - contracted
+    contracted = contracted_in(jaxpr)
+    statistics = _inside(jaxpr, is_activation) - contracted
     for eqn in jaxpr.eqns:
         inputs = variables_in(eqn.invars)
         if not inputs or not eqn.outvars:  # a random draw; a print
@@ -42,16 +42,16 @@ def find_statistics(jaxpr: Jaxpr, is_activation: Predicate) -> set[Var]:
     return statistics
 
 
-def _in_branches(jaxpr: Jaxpr, is_activation: Predicate) -> set[Var]:
-    """Outputs of conditionals that are statistics in a branch."""
+def _inside(jaxpr: Jaxpr, is_activation: Predicate) -> set[Var]:
+    """Outputs of equations that are statistics in the programs inside."""
     found: set[Var] = set()
-    for branch in branches_in(jaxpr, is_activation):
-        inside = find_statistics(branch.program, branch.is_activation)
-        found.update(output for v, output in branch.outputs if v in inside)
+    for inside in insides(jaxpr, is_activation):
+        own = find_statistics(inside.program, inside.is_activation)
+        found.update(output for v, output in inside.outputs if v in own)
     return found
 
 
-def _contracted(jaxpr: Jaxpr) -> set[Var]:
+def contracted_in(jaxpr: Jaxpr) -> set[Var]:
     """Variables that a product contracts with, also past elementwise functions."""
     contracted: set[Var] = set()
     for eqn in reversed(jaxpr.eqns):

@@ -122,19 +122,23 @@ def with_constants(
 
 
 def is_plain_jit(eqn: Eqn) -> bool:
-    """Whether an equation is a `jit` without shardings, donation or options.
+    """Whether an equation is a `jit` without shardings or options.
 
-    Where a jit says nothing about a sharding, its parameter has a private class.
+    That it donates arguments is a permission, which nobody needs inside another one.
     """
     if eqn.primitive.name not in ("jit", "pjit") or eqn.effects:
         return False
-    params = eqn.params
-    shardings = (*params["in_shardings"], *params["out_shardings"])
-    return (
-        all(type(s).__name__ == "UnspecifiedValue" for s in shardings)
-        and not any(params["donated_invars"])
-        and not params["compiler_options_kvs"]
-    )
+    shardings = (*jit_shardings(eqn, "in"), *jit_shardings(eqn, "out"))
+    return not any(shardings) and not eqn.params["compiler_options_kvs"]
+
+
+def jit_shardings(eqn: Eqn, side: str) -> list[jax.sharding.Sharding | None]:
+    """The shardings that a `jit` asks for of its inputs ("in") or results ("out").
+
+    Where it says nothing about one, its parameter has a private class.
+    """
+    found = eqn.params[f"{side}_shardings"]
+    return [None if type(s).__name__ == "UnspecifiedValue" else s for s in found]
 
 
 def bind_params(eqn: Eqn) -> tuple[Sequence[Callable[..., Any]], dict[str, Any]]:

@@ -74,6 +74,11 @@ def flow_through(
     return [transfer(eqn, facts, around)] * len(eqn.outvars)
 
 
+def facts_inside(eqn: Eqn, facts: Sequence[int]) -> list[int]:
+    """Facts about the inputs of each program in `held_programs(eqn)`."""
+    return list(facts[1:] if eqn.primitive.name == "cond" else facts)
+
+
 def scan_facts(
     eqn: Eqn, facts: Sequence[int], transfer: Transfer, around: tuple[Eqn, ...] = ()
 ) -> tuple[list[int], list[int]]:

@@ -91,3 +91,6 @@ CALL_BODIES = {
     **dict.fromkeys(["custom_jvp_call", "custom_vjp_call"], "call_jaxpr"),
     "custom_vjp_call_jaxpr": "fun_jaxpr",
 }
+# The parameter with the programs that JAX differentiates as they are: what they keep
+# becomes outputs of the equation. (Scans are differentiated with compressed bodies.)
+HELD_PROGRAMS = {"cond": "branches", **dict.fromkeys(["shard_map", *JITS], "jaxpr")}

@@ -12,6 +12,7 @@ from jaxact._jaxpr.compat import open_jaxpr
 from jaxact._jaxpr.primitives import (
     CALL_BODIES,
     ELEMENTWISE,
+    HELD_PROGRAMS,
     LINEAR,
     MOVES,
     PIECEWISE,
@@ -57,6 +58,18 @@ def call_body(eqn: Eqn) -> ClosedJaxpr | None:
     jaxpr, _ = open_jaxpr(closed)
     same = len(jaxpr.invars) == len(eqn.invars)
     return closed if same and len(jaxpr.outvars) == len(eqn.outvars) else None
+
+
+def held_programs(eqn: Eqn) -> Sequence[ClosedJaxpr]:
+    """The programs in an equation that JAX differentiates as they are.
+
+    They have the equation's outputs, and its inputs but for a branch's number.
+    """
+    name = HELD_PROGRAMS.get(eqn.primitive.name)
+    if name is None:
+        return ()
+    held = eqn.params[name]
+    return held if isinstance(held, tuple) else (held,)
 
 
 def programs_in(eqn: Eqn) -> list[Jaxpr]:

@@ -7,8 +7,9 @@ from typing import Any, cast
 from jax.extend import core as jex, source_info_util
 from jax.interpreters import partial_eval
 
-from jaxact._jaxpr.compat import is_plain_jit, open_jaxpr, with_constants
-from jaxact._jaxpr.read import is_literal, literal_key, variables_in
+from jaxact._jaxpr.compat import is_plain_jit, open_jaxpr, with_constants, with_jaxpr
+from jaxact._jaxpr.primitives import HELD_PROGRAMS
+from jaxact._jaxpr.read import held_programs, is_literal, literal_key, variables_in
 from jaxact._jaxpr.types import (
     Array,
     Atom,
@@ -133,6 +134,28 @@ def flatten(
     flat = with_outputs(jaxpr, work.eqns, outputs)
     variables, values = [v for v, _ in work.constants], [x for _, x in work.constants]
     return with_constants(flat, variables, values), values
+
+
+def with_held_programs(jaxpr: Jaxpr, change: Callable[[Eqn, Jaxpr], Jaxpr]) -> Jaxpr:
+    """`jaxpr` with the programs inside its equations changed: branches, bodies.
+
+    Args:
+      change: an equation and a program in it -> the program in its place, which has
+        the same inputs and outputs.
+    """
+
+    def changed(eqn: Eqn) -> Eqn:
+        held = tuple(
+            with_jaxpr(closed, change(eqn, open_jaxpr(closed)[0]))
+            for closed in held_programs(eqn)
+        )
+        if not held:
+            return eqn
+        name = HELD_PROGRAMS[eqn.primitive.name]
+        value = held if isinstance(eqn.params[name], tuple) else held[0]
+        return eqn.replace(params=eqn.params | {name: value})
+
+    return with_outputs(jaxpr, list(map(changed, jaxpr.eqns)), jaxpr.outvars)
 
 
 def rename(v: Atom, names: Renaming) -> Atom:

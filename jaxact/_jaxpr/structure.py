@@ -107,13 +107,19 @@ def _parts(jaxpr: Jaxpr, rules: bool) -> Iterator[Hashable]:
 
 
 def _params(eqn: Eqn, rules: bool) -> Hashable:
-    if eqn.primitive.name == "custom_jvp_call":
+    if eqn.primitive.name == "custom_jvp_call" and not _is_in_shard_map(eqn):
         body = structure(eqn.params["call_jaxpr"], rules)
         return body, structure(_rule(eqn), rules=False) if rules else None
     body = custom_vjp_body(eqn)
     if body is not None and (not rules or _is_compressed_call(body)):
         return structure(body, rules)  # a compressed call's rule follows from its mark
     return tuple((name, _key(x, rules)) for name, x in sorted(eqn.params.items()))
+
+
+def _is_in_shard_map(eqn: Eqn) -> bool:
+    """Whether an equation has axes that exist nowhere else, so not for `_rule`."""
+    with eqn.ctx.manager:
+        return bool(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def _rule(eqn: Eqn) -> ClosedJaxpr:

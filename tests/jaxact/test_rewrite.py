@@ -138,7 +138,6 @@ HERE = SingleDeviceSharding(jax.devices()[0])
 OPTIONS = {
     "in_shardings": {"in_shardings": HERE},
     "out_shardings": {"out_shardings": HERE},
-    "donating": {"donate_argnums": 0},
 }
 
 
@@ -148,6 +147,13 @@ def test_jits_that_ask_for_more_are_kept(options):
     f = lambda x: twice(double(x + 1.0))
     kept = [name for name in names(flat(f, X)[0]) if name in ("jit", "pjit")]
     assert len(kept) == 1
+    assert is_equal(f, X)
+
+
+def test_jits_that_donate_are_inlined():
+    double = jax.jit(lambda x: x * 2.0, donate_argnums=0)
+    f = lambda x: twice(double(x + 1.0))
+    assert not {"jit", "pjit"} & set(names(flat(f, X)[0]))
     assert is_equal(f, X)
 
 
