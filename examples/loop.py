@@ -5,6 +5,7 @@ those of `command.py`.
 """
 
 import argparse
+import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -112,19 +113,21 @@ def run(training: Training, options: argparse.Namespace) -> State:
     shardings = training.shardings(state)
     step = training_step(training.loss(policy), training.optimizer, shardings)
     record(options.checkpoint, training.name, options)
-    with checkpoints(options.checkpoint, options.save_every) as manager:
+    folder, every = options.checkpoint, options.save_every
+    # Inside of the checkpoints too, as their closing waits for all processes.
+    with (
+        _ended_alone(folder),
+        checkpoints(folder, every) as manager,
+        _ended_alone(folder),
+    ):
         state, start = restored(manager, state)
         if start:
-            console.print(_from_step(start, training.num_steps, options.checkpoint))
+            console.print(_from_step(start, training.num_steps, folder))
         try:
             state, seconds = train(training, step, state, start, manager)
         except KeyboardInterrupt:
             raise SystemExit(_interrupted(manager)) from None
-        except jax.errors.JaxRuntimeError as error:
-            if jax.process_count() == 1:
-                raise
-            command.exit_alone(_disconnected(options.checkpoint, error))
-    score = training.score(state.params, state.statistics)
+        score = training.score(state.params, state.statistics)
     console.print(score, markup=False, highlight=False)
     if seconds:
         console.print(f"{1000 * statistics.median(seconds):.0f} ms a step, median")
@@ -225,13 +228,24 @@ def _interrupted(manager: ocp.CheckpointManager | None) -> str:
     return f"interrupted; step {last} is saved, the same command goes on from there"
 
 
-def _disconnected(folder: Path | None, error: Exception) -> str:
-    where = "the last step saved" if folder else "nothing: give --checkpoint FOLDER"
-    return (
-        f"process {jax.process_index()} of {jax.process_count()} cannot go on: another "
-        f"one has ended, or is out of reach. Start all of them again; they go on from "
-        f"{where}. JAX says: {str(error).splitlines()[0]}"
-    )
+@contextlib.contextmanager
+def _ended_alone(folder: Path | None) -> Iterator[None]:
+    """End this process on an error, without waiting, where it is one of several.
+
+    Another one that is gone shows as an error of XLA or of its status (ValueError), or
+    of a checkpoint that waits for all (TimeoutError).
+    """
+    try:
+        yield
+    except (jax.errors.JaxRuntimeError, ValueError, OSError) as error:
+        if jax.process_count() == 1:
+            raise
+        where = "the last step saved" if folder else "nothing: give --checkpoint FOLDER"
+        command.exit_alone(
+            f"process {jax.process_index()} of {jax.process_count()} cannot go on. If "
+            f"another one has ended or is out of reach, start all of them again; they "
+            f"go on from {where}. The error: {str(error).partition(chr(10))[0]}"
+        )
 
 
 def sensitivity(training: Training, state: State, batch: Any) -> jaxact.Sensitivity:

@@ -81,11 +81,16 @@ def test_a_killed_process_ends_the_run_which_goes_on_from_its_checkpoint(
     second.send_signal(signal.SIGKILL)
     second.communicate()
     _, printed = first.communicate(timeout=LIMIT)
-    # JAX's own watch of the other processes may abort this one while it ends.
+    # JAX's own watch of the other processes may abort this one: while it ends, or
+    # before it says anything, where it waits for a checkpoint of both.
     assert first.returncode in (1, -signal.SIGABRT), printed
-    (error,) = [line for line in printed.splitlines() if ": error: " in line]
-    assert "process 0 of 2 cannot go on: another one has ended" in error
-    assert "go on from the last step saved" in error
+    if errors := [line for line in printed.splitlines() if ": error: " in line]:
+        (error,) = errors
+        assert "process 0 of 2 cannot go on. If another one has ended" in error
+        assert "they go on from the last step saved" in error
+    else:
+        assert first.returncode == -signal.SIGABRT, printed
+        assert "another task died" in printed
 
     resumed = finished(start_all(2, *words, "--checkpoint", folder))
     assert re.search(r"goes on from step \d+", resumed)
