@@ -44,7 +44,9 @@ from jaxact._compress import compress as compress
 from jaxact._engine.warnings import CompressionWarning as CompressionWarning
 from jaxact._measure import (
     NoiseReport as NoiseReport,
+    NoiseShare as NoiseShare,
     Telemetry as Telemetry,
+    noise_share as noise_share,
     sensitivity as sensitivity,
     telemetry as telemetry,
 )

@@ -6,6 +6,10 @@ function, find the compressed calls in it (`replace_calls.py`) and evaluate thos
 an instrument that stores the residuals (`instrument.py`).
 """
 
+from jaxact._measure.noise_share import (
+    NoiseShare as NoiseShare,
+    noise_share as noise_share,
+)
 from jaxact._measure.sensitivity import sensitivity as sensitivity
 from jaxact._measure.telemetry import (
     NoiseReport as NoiseReport,
