@@ -14,6 +14,7 @@ from collections.abc import Collection, Hashable
 
 from jaxact._form.softmax import softmaxes
 from jaxact._form.statistics import find_statistics
+from jaxact._jaxpr.flow import Facts
 from jaxact._jaxpr.primitives import CHEAP, COMPARISONS, SELECTIONS, SUMS
 from jaxact._jaxpr.read import (
     is_float,
@@ -23,6 +24,7 @@ from jaxact._jaxpr.read import (
     variables_in,
 )
 from jaxact._jaxpr.types import Atom, Eqn, Jaxpr, Predicate, Var
+from jaxact._plan.facts import is_activation
 
 # Where max or min takes its first operand: the comparison, and the side it is true on.
 _SIDES = {
@@ -63,6 +65,13 @@ class Classes:
     def is_exact(self, v: Atom) -> bool:
         return is_literal(v) or v not in self.base
 
+    def whole_base(self, v: Var) -> Var:
+        """The base that others are parts of: exponentials, for `where(q > 0, q, 1)`."""
+        base = self.base[v]
+        while base in self.parts:
+            base = self.parts[base]
+        return base
+
     def with_exact(self, variables: set[Var]) -> "Classes":
         """The same, but the backward pass has `variables` exactly."""
         base = {v: b for v, b in self.base.items() if v not in variables}
@@ -76,7 +85,7 @@ class Classes:
 def classify(
     jaxpr: Jaxpr,
     small_size: int,
-    is_activation: Predicate,
+    facts: Facts,
     inexact: set[Var],
     kept: Collection[Var] = (),
     is_normalized: Predicate = lambda v: False,
@@ -85,13 +94,13 @@ def classify(
 
     Args:
       small_size: values with at most this many elements are exact.
-      is_activation: whether a variable is made from more than parameters.
+      facts: which variables are made from more than parameters.
       inexact: inputs that the backward pass can have only as they are stored.
       kept: variables that are stored exactly, whatever they cost.
       is_normalized: whether a variable is the operand of a norm, and stored through it.
     """
     classes = Classes(
-        find_statistics(jaxpr, is_activation),
+        find_statistics(jaxpr, facts),
         softmaxes={s.output: s.exponential for s in softmaxes(jaxpr)},
     )
     comparisons = _comparisons(jaxpr)
@@ -102,14 +111,16 @@ def classify(
     for eqn in jaxpr.eqns:
         for v in eqn.outvars:
             # A weight that a shard_map copies to each device is no activation.
-            is_copied = eqn.primitive.name == "shard_map" and not is_activation(v)
+            is_copied = eqn.primitive.name == "shard_map" and not is_activation(
+                facts, v
+            )
             base = None
             if not is_copied:
                 base = _base(eqn, v, classes, comparisons, small_size)
             if base not in (None, v) and is_normalized(v) and not is_normalized(base):
                 # 0.5 x before a norm, which tells the scales of its channels alone.
                 classes.parts[v], base = base, v
-            if base is None and not _settle(eqn, v, classes, is_activation, small_size):
+            if base is None and not _settle(eqn, v, classes, facts, small_size):
                 base = v
             if base is not None and v in kept:
                 classes.cost[v], classes.needed[v] = 0.0, frozenset()
@@ -187,9 +198,7 @@ def _has_each(x: Var, size: int, classes: Classes) -> bool:
     return any(v.aval.size >= size for v in classes.needed[x])
 
 
-def _settle(
-    eqn: Eqn, v: Var, classes: Classes, is_activation: Predicate, small_size: int
-) -> bool:
+def _settle(eqn: Eqn, v: Var, classes: Classes, facts: Facts, small_size: int) -> bool:
     """Note an exact output's cost; False if it is better stored as a base."""
     keep = v.aval.size / 8  # a mask takes a bit for each element
     if v.aval.dtype != bool:
@@ -203,7 +212,7 @@ def _settle(
         needed = frozenset().union(*(classes.needed[x] for x in sources))
     cost = sum(classes.cost[x] for x in needed) if is_cheap else keep
     is_large = is_float(v) and v.aval.size > small_size
-    if is_large and is_activation(v) and v not in classes.statistics:
+    if is_large and is_activation(facts, v) and v not in classes.statistics:
         # Costlier than a byte for each element: worth a codec. A look-up in a table as
         # a product with one-hot rows.
         if min(cost, keep) > v.aval.size:

@@ -127,7 +127,7 @@ def _bases(reading: Reading) -> _Bases:
         classes = classify(
             jaxpr,
             reading.small_size,
-            reading.is_activation,
+            reading.facts,
             inexact,
             kept,
             lambda v: norms.normalizing(v) is not None,
@@ -135,7 +135,7 @@ def _bases(reading: Reading) -> _Bases:
         return Chooser(jaxpr, classes.with_exact(stored_inside), producers)
 
     chooser = chooser_with(())
-    reasons = ill_conditioned(jaxpr, chooser.classes, producers, reading.is_activation)
+    reasons = ill_conditioned(jaxpr, chooser.classes, producers, reading.facts)
     spared = {
         v: reason
         for v, reason in reasons.items()

@@ -2,41 +2,45 @@
 
 from jaxact._decision import Reason
 from jaxact._form.affine_classes import Classes, classify
+from jaxact._form.factors import bases_of_factors
 from jaxact._form.inside import Inside, insides
 from jaxact._form.poles import bases_near_poles, sources_of
 from jaxact._form.short_norms import bases_in_short_norms
-from jaxact._jaxpr.types import Jaxpr, Predicate, Producers, Var
+from jaxact._jaxpr.flow import Facts, fact_of
+from jaxact._jaxpr.types import Jaxpr, Producers, Var
 
 
 def ill_conditioned(
-    jaxpr: Jaxpr, classes: Classes, producers: Producers, is_activation: Predicate
+    jaxpr: Jaxpr, classes: Classes, producers: Producers, facts: Facts
 ) -> dict[Var, Reason]:
-    """Bases near a pole or in a norm over a few values, also inside equations.
+    """Bases near a pole, in a short norm or from factors, also inside equations.
 
     Args:
-      is_activation: whether a variable is made from more than parameters.
+      facts: which variables are made from more than parameters.
     """
     reasons = dict.fromkeys(bases_near_poles(jaxpr, classes), Reason.NEAR_POLE)
     short = bases_in_short_norms(jaxpr, classes, producers)
     reasons |= dict.fromkeys(short, Reason.SHORT_NORM)
-    for inside in insides(jaxpr, is_activation):
+    factors = bases_of_factors(jaxpr, classes, producers)
+    reasons |= dict.fromkeys(factors, Reason.SOLVED_WITH)
+    for inside in insides(jaxpr, facts):
         reasons |= _outputs(inside)
     return reasons
 
 
 def _outputs(inside: Inside) -> dict[Var, Reason]:
     """An equation's outputs that are known once such values inside it are."""
-    program, is_activation = inside.program, inside.is_activation
-    inputs = {v for v in program.invars if is_activation(v)}
-    classes = classify(program, 0, is_activation, inputs)
+    program, facts = inside.program, inside.facts
+    inputs = {v for v in program.invars if fact_of(facts, v)}
+    classes = classify(program, 0, facts, inputs)
     producers = {v: eqn for eqn in program.eqns for v in eqn.outvars}
-    found = ill_conditioned(program, classes, producers, is_activation)
+    found = ill_conditioned(program, classes, producers, facts)
     reasons: dict[Var, Reason] = {}
     for reason in dict.fromkeys(found.values()):
         kept = {v for v, own in found.items() if own is reason}
         if reason is Reason.NEAR_POLE:
             kept = kept.union(*(sources_of(v, classes, producers) for v in kept))
-        known = classify(program, 0, is_activation, inputs, kept)
+        known = classify(program, 0, facts, inputs, kept)
         for v, output in inside.outputs:
             if known.is_exact(v) and not classes.is_exact(v):
                 reasons[output] = reason

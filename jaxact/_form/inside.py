@@ -10,10 +10,11 @@ import dataclasses
 from collections.abc import Iterator
 
 from jaxact._jaxpr.compat import open_jaxpr
-from jaxact._jaxpr.flow import fact_of, facts_inside, flow
+from jaxact._jaxpr.flow import Facts, fact_of, facts_inside, flow
 from jaxact._jaxpr.read import held_programs, is_literal
 from jaxact._jaxpr.rewrite import flatten, inlinable_body
-from jaxact._jaxpr.types import Jaxpr, Predicate, Var
+from jaxact._jaxpr.types import Jaxpr, Var
+from jaxact._plan.facts import learn
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -21,25 +22,25 @@ class Inside:
     """A program that an equation holds, with its calls inlined.
 
     Attributes:
-      is_activation: whether a variable in it is made from more than parameters.
+      facts: about the variables in it, see `facts.py`.
       outputs: for each variable that it returns the equation's output.
     """
 
     program: Jaxpr
-    is_activation: Predicate
+    facts: Facts
     outputs: tuple[tuple[Var, Var], ...]
 
 
-def insides(jaxpr: Jaxpr, is_activation: Predicate) -> Iterator[Inside]:
+def insides(jaxpr: Jaxpr, facts: Facts) -> Iterator[Inside]:
     """The programs in the equations of a program."""
     for eqn in jaxpr.eqns:
-        given = [int(not is_literal(v) and is_activation(v)) for v in eqn.invars]
+        given = [fact_of(facts, v) for v in eqn.invars]
         for closed in held_programs(eqn):
             program, _ = flatten(open_jaxpr(closed)[0], inlinable_body)
-            facts = flow(program, facts_inside(eqn, given))
+            own = flow(program, facts_inside(eqn, given), learn)
             pairs = zip(program.outvars, eqn.outvars, strict=True)
             yield Inside(
                 program,
-                lambda v, facts=facts: bool(fact_of(facts, v)),
+                own,
                 tuple((v, output) for v, output in pairs if not is_literal(v)),
             )

@@ -29,7 +29,7 @@ def bases_near_poles(jaxpr: Jaxpr, classes: Classes) -> set[Var]:
     intervals = find_intervals(jaxpr)
     arguments = [v for eqn in jaxpr.eqns for v in _arguments(eqn, intervals)]
     inexact = [v for v in arguments if not classes.is_exact(v)]
-    return {_whole(classes.base[v], classes) for v in inexact}
+    return {classes.whole_base(v) for v in inexact}
 
 
 def sources_instead(
@@ -41,7 +41,7 @@ def sources_instead(
     magnify its noise. With the sources exact, both are, and cost nothing.
     """
     sources = sources_of(v, classes, producers)
-    noisy = any(_sources(x, classes, producers) <= sources for x in stored)
+    noisy = any(sources_behind(x, classes, producers) <= sources for x in stored)
     return sources if noisy else set()
 
 
@@ -52,12 +52,12 @@ def sources_of(v: Var, classes: Classes, producers: Producers) -> set[Var]:
     times 2 / (x^2 + 1e-3), at 8 bits with an error of two gradients; that of
     x rsqrt(x^2 + 1e-4) is a small difference.
     """
-    sources = _sources(v, classes, producers)
+    sources = sources_behind(v, classes, producers)
     size = sum(x.aval.size for x in sources)
     return sources if size <= _MORE * v.aval.size else set()
 
 
-def _sources(v: Var, classes: Classes, producers: Producers) -> set[Var]:
+def sources_behind(v: Var, classes: Classes, producers: Producers) -> set[Var]:
     """The inexact values that `v` is computed from, past cheap functions."""
     sources: set[Var] = set()
     todo, seen = [v], set()
@@ -71,13 +71,6 @@ def _sources(v: Var, classes: Classes, producers: Producers) -> set[Var]:
         seen.update(new)
         todo += [u for u in new if not classes.is_exact(u)]
     return sources
-
-
-def _whole(base: Var, classes: Classes) -> Var:
-    """The base that others are parts of: exponentials, for `where(q > 0, q, 1)`."""
-    while base in classes.parts:
-        base = classes.parts[base]
-    return base
 
 
 def _arguments(eqn: Eqn, intervals: dict[Var, Interval]) -> Iterator[Atom]:

@@ -8,12 +8,12 @@ from jaxact._form.affine_classes import classify
 from jaxact._form.cells import with_cells
 from jaxact._form.pooling import with_pools
 from jaxact._form.softmax import with_softmaxes
-from jaxact._jaxpr.flow import fact_of, facts_inside, flow
+from jaxact._jaxpr.flow import Facts, fact_of, facts_inside, flow
 from jaxact._jaxpr.primitives import MOVES
 from jaxact._jaxpr.read import is_float
 from jaxact._jaxpr.rewrite import Body, flatten, jit_body, with_held_programs
-from jaxact._jaxpr.types import Array, Atom, Eqn, Jaxpr, Predicate
-from jaxact._plan.facts import input_facts, learn
+from jaxact._jaxpr.types import Array, Eqn, Jaxpr, Predicate
+from jaxact._plan.facts import ACTIVATION, input_facts, is_activation, learn
 from jaxact._policy import small_size
 from jaxact._trace import Flat, Kind
 
@@ -25,13 +25,10 @@ def rewrite(flat: Flat) -> tuple[Flat, Callable[[Sequence[Array]], list[Any]]]:
     num_consts = len(flat.jaxpr.constvars)
     jaxpr, constants = flatten(flat.jaxpr, jit_body)
     flattened = _with_constants(flat, jaxpr, num_consts, len(constants))
-    facts = flow(jaxpr, input_facts(flattened), learn)
-
-    def depends(v: Atom) -> bool:
-        return fact_of(facts, v) != 0
-
-    small = small_size(_sizes(jaxpr, depends))
-    jaxpr = _with_forms(jaxpr, depends, small)
+    known = flow(jaxpr, input_facts(flattened), learn)
+    facts = {v: ACTIVATION for v, fact in known.items() if fact}
+    small = small_size(_sizes(jaxpr, lambda v: is_activation(facts, v)))
+    jaxpr = _with_forms(jaxpr, facts, small)
 
     def with_constants(values: Sequence[Array]) -> list[Any]:
         return [*values[:num_consts], *constants, *values[num_consts:]]
@@ -39,22 +36,22 @@ def rewrite(flat: Flat) -> tuple[Flat, Callable[[Sequence[Array]], list[Any]]]:
     return dataclasses.replace(flattened, jaxpr=jaxpr), with_constants
 
 
-def _with_forms(jaxpr: Jaxpr, depends: Predicate, small: int) -> Jaxpr:
+def _with_forms(jaxpr: Jaxpr, facts: Facts, small: int) -> Jaxpr:
     """`jaxpr` with cells, pools and softmaxes, also inside its equations.
 
     Args:
+      facts: which variables are made from what may be an activation.
       small: the most elements of a small value.
     """
-    classes = classify(jaxpr, small, depends, set(filter(depends, jaxpr.invars)))
+    depends = lambda v: is_activation(facts, v)
+    classes = classify(jaxpr, small, facts, set(filter(depends, jaxpr.invars)))
     jaxpr = with_softmaxes(with_pools(jaxpr, depends), depends)
     jaxpr = with_cells(jaxpr, classes.is_exact, depends)
 
     def change(eqn: Eqn, inside: Jaxpr) -> Jaxpr:
         inside, _ = flatten(inside, _jit_without_constants)
-        given = [int(depends(v)) for v in eqn.invars]
-        facts = flow(inside, facts_inside(eqn, given))
-        is_made = lambda v: fact_of(facts, v) != 0
-        return _with_forms(inside, is_made, small)
+        given = facts_inside(eqn, [fact_of(facts, v) for v in eqn.invars])
+        return _with_forms(inside, flow(inside, given), small)
 
     return with_held_programs(jaxpr, change)
 

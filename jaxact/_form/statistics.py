@@ -7,19 +7,21 @@ another.
 """
 
 from jaxact._form.inside import insides
+from jaxact._jaxpr.flow import Facts
 from jaxact._jaxpr.primitives import MATMULS, REDUCTIONS, RESHAPES, SCATTERS
 from jaxact._jaxpr.read import is_float, keeps_elements, variables_in
-from jaxact._jaxpr.types import Eqn, Jaxpr, Predicate, Var
+from jaxact._jaxpr.types import Eqn, Jaxpr, Var
+from jaxact._plan.facts import is_activation
 
 
-def find_statistics(jaxpr: Jaxpr, is_activation: Predicate) -> set[Var]:
+def find_statistics(jaxpr: Jaxpr, facts: Facts) -> set[Var]:
     """Results of reductions, and elementwise functions of them and of parameters.
 
     Args:
-      is_activation: whether a variable is made from more than parameters.
+      facts: which variables are made from more than parameters.
     """
     contracted = contracted_in(jaxpr)
-    statistics = _inside(jaxpr, is_activation) - contracted
+    statistics = _inside(jaxpr, facts) - contracted
     for eqn in jaxpr.eqns:
         inputs = variables_in(eqn.invars)
         if not inputs or not eqn.outvars:  # a random draw; a print
@@ -37,16 +39,16 @@ def find_statistics(jaxpr: Jaxpr, is_activation: Predicate) -> set[Var]:
             known = [x for x in inputs if x in statistics]
             others = [x for x in inputs if x not in statistics and is_float(x)]
             is_alike = any(x.aval.size == v.aval.size for x in known)
-            if is_alike and not any(map(is_activation, others)):
+            if is_alike and not any(is_activation(facts, x) for x in others):
                 statistics.add(v)
     return statistics
 
 
-def _inside(jaxpr: Jaxpr, is_activation: Predicate) -> set[Var]:
+def _inside(jaxpr: Jaxpr, facts: Facts) -> set[Var]:
     """Outputs of equations that are statistics in the programs inside."""
     found: set[Var] = set()
-    for inside in insides(jaxpr, is_activation):
-        own = find_statistics(inside.program, inside.is_activation)
+    for inside in insides(jaxpr, facts):
+        own = find_statistics(inside.program, inside.facts)
         found.update(output for v, output in inside.outputs if v in own)
     return found
 

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from jaxact._jaxpr.flow import union
+from jaxact._jaxpr.flow import Facts, fact_of, union
 from jaxact._jaxpr.primitives import PLACEMENTS, VIEWS
 from jaxact._jaxpr.read import is_float
-from jaxact._jaxpr.types import Eqn
+from jaxact._jaxpr.types import Atom, Eqn
 from jaxact._plan.mark import mark_p
 from jaxact._trace import Flat, Kind
 
@@ -19,6 +19,11 @@ def input_facts(flat: Flat) -> list[int]:
         _FACTS[kind] if is_float(v) or kind is not Kind.PARAMETER else UNKNOWN
         for kind, v in zip(flat.kinds, flat.invars, strict=True)
     ]
+
+
+def is_activation(facts: Facts, v: Atom) -> bool:
+    """Whether a value is made from more than parameters."""
+    return bool(fact_of(facts, v) & ACTIVATION)
 
 
 def kind_of(facts: int) -> Kind:

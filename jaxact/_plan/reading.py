@@ -15,7 +15,7 @@ from jaxact._decision import Decision, Reason
 from jaxact._jaxpr.flow import Facts, fact_of, flow
 from jaxact._jaxpr.read import variables_in
 from jaxact._jaxpr.types import Producers, Var
-from jaxact._plan.facts import ACTIVATION, STORED, input_facts, learn
+from jaxact._plan.facts import ACTIVATION, STORED, input_facts, is_activation, learn
 from jaxact._plan.forward import Forward
 from jaxact._plan.storage import Normalized, Replay, StoragePlan
 from jaxact._policy import Policy, small_size
@@ -49,7 +49,7 @@ class Reading:
 
     def is_activation(self, v: Var) -> bool:
         """Whether `v` is made from more than parameters."""
-        return bool(fact_of(self.facts, v) & ACTIVATION)
+        return is_activation(self.facts, v)
 
     def decide(self, residual: Residual, *, statistic: bool = False) -> Decision:
         """The policy's decision about a residual."""

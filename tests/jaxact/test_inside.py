@@ -78,11 +78,32 @@ def pool(x, w):
     return jnp.repeat(y, 2, axis=1)
 
 
+def gram(x, w):
+    """A matrix with eigenvalues from 0.6 to about 60."""
+    y = (x @ w)[:, :16]
+    return y @ y.T + 0.6 * jnp.eye(16)
+
+
+def pseudo_inverse(x, w):
+    return jnp.linalg.pinv(gram(x, w)) @ jnp.sin(x)
+
+
+def whitened(x, w):
+    u, s, vt = jnp.linalg.svd(gram(x, w))
+    return (u / jnp.sqrt(s)) @ vt @ jnp.sin(x)
+
+
 def gates(x, w):
     return jax.nn.relu(x @ w) + jax.nn.silu(x @ w) * jax.nn.gelu(x @ w)
 
 
-BODIES = {f.__name__: f for f in (by_hand, near_a_pole, short_norm, pool, gates)}
+BODIES = {
+    f.__name__: f
+    for f in (
+        *(by_hand, near_a_pole, short_norm, pool, gates),
+        *(pseudo_inverse, whitened),
+    )
+}
 
 
 @pytest.mark.parametrize("place", PLACES)
