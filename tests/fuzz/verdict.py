@@ -1,6 +1,7 @@
 """Generate, judge and shrink: one verdict for each seed."""
 
 import dataclasses
+import gc
 import time
 from collections.abc import Sequence
 
@@ -37,6 +38,7 @@ def verdicts(
 ) -> list[Verdict]:
     """A verdict for each seed; `forget` what was compiled before."""
     jax.config.update("jax_disable_most_optimizations", True)
+    gc.set_threshold(100_000, 50, 100)  # as in conftest.py
     if forget:
         jax.clear_caches()
     return [verdict(seed, shrink_attempts) for seed in seeds]
