@@ -87,9 +87,11 @@ class Forward:
     def backward_program(self) -> Jaxpr:
         """The backward program, from residuals and cotangents to gradients."""
         backward = self.backward
-        residuals = dict.fromkeys(variables_in(backward.residuals))
-        constants = set(self.jaxpr.constvars)
-        inputs = [v for v in residuals if v not in constants] + [*backward.cotangents]
+        known = {*self.jaxpr.constvars, *backward.cotangents}
+        made = {v for eqn in backward.eqns for v in eqn.outvars}
+        # Gradients too: where no output has a cotangent, all are zeros made before.
+        given = dict.fromkeys(variables_in([*backward.residuals, *backward.gradients]))
+        inputs = [v for v in given if v not in known | made] + [*backward.cotangents]
         info = self.jaxpr.debug_info._replace(arg_names=None, result_paths=None)
         return self.jaxpr.replace(
             invars=inputs,

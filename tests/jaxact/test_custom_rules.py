@@ -121,3 +121,20 @@ def test_outputs_and_gradients_may_be_python_numbers():
     small = jaxact.compress(f, policy=Policy(default=Exact()))
     gradient, total = jax.grad(small, has_aux=True)(1.0, 3)
     assert gradient == 2 and total == 7
+
+
+@pytest.mark.parametrize(
+    "policy", [EXACT, Policy(8), Policy(8, recompute=save.dots_saveable)]
+)
+def test_a_function_without_outputs(policy):
+    """JAX's checks of every program it makes find none with a variable undefined."""
+    small = jaxact.compress(lambda xs, y: None, policy=policy)
+
+    def body(xs, _):
+        y = jnp.zeros(1)
+        _, pull = jax.vjp(small, xs, y)
+        return xs, pull(None)
+
+    with jax.enable_checks(True):
+        _, gradients = jax.lax.scan(body, jnp.ones(5), None, 3)
+    assert not any(g.any() for g in gradients)
