@@ -1,8 +1,10 @@
-"""ActNN's ablation: the effect of each idea on the gradient, at 2 bits.
+"""ActNN's and DIVISION's ablations: the effect of each idea on the gradient.
 
-After Chen et al. 2021 (arXiv:2104.14129), section 5.1: the variance that rounding adds
-to the gradient of a trained residual network, with one range per tensor, with groups of
-256, then with bits shared out over samples, then over layers too.
+After Chen et al. 2021 (arXiv:2104.14129), section 5.1: the error that rounding adds to
+the gradient of a trained residual network, with one range per tensor, with groups of
+256, then with bits shared out over samples, then over layers too. After Wang et al.
+2023 ("Division", ICML), section 4: with means over blocks, with these alone, and with
+what remains beside them alone.
 """
 
 import dataclasses
@@ -12,7 +14,8 @@ import statistics
 from typing import Any
 
 import jax
-from runs import Effort, batch_variance, rounding_variance, sensitivity, train
+import jax.numpy as jnp
+from runs import Effort, batch_variance, rounding_error, sensitivity, train
 from tasks import ImageTask
 from variants import Variant
 
@@ -49,6 +52,46 @@ class PerTensor(jaxact.Codec):
         return self._quantize.decode(stored, row, dtype).reshape(shape)
 
 
+@dataclasses.dataclass(frozen=True)
+class OnePart(jaxact.Codec):
+    """Half of `DualPrecision(2)`, for this comparison only.
+
+    Attributes:
+      frequency: "low", the means over 8 x 8 pixels; or "high", what remains beside
+        them, at 2 bits. Arrays that are no images are stored whole, at 2 bits.
+    """
+
+    frequency: str
+    bias = jaxact.Bias.BIASED
+    bits = 2
+
+    def encode(self, x: jax.Array, seed: jax.Array) -> Any:
+        if x.ndim != 4:
+            return jaxact.Quantize(2).encode(x, seed)
+        if self.frequency == "low":
+            return _means(x)
+        return jaxact.Quantize(2).encode(x - _spread(_means(x), x.shape), seed)
+
+    def decode(self, stored: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        if len(shape) == 4 and self.frequency == "low":
+            return _spread(stored, shape).astype(dtype)
+        return jaxact.Quantize(2).decode(stored, shape, dtype)
+
+
+def _means(images: jax.Array) -> jax.Array:
+    """Over squares of 8 x 8 pixels, or whole small images."""
+    count, height, width, channels = images.shape
+    rows, columns = max(1, height // 8), max(1, width // 8)
+    shape = count, rows, height // rows, columns, width // columns, channels
+    return images.reshape(shape).mean((2, 4))
+
+
+def _spread(means: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    for axis in (1, 2):
+        means = jnp.repeat(means, shape[axis] // means.shape[axis], axis)
+    return means
+
+
 def policies(measured: Any) -> dict[str, jaxact.Policy]:
     """The rows of the table; `measured` is a jaxact.Sensitivity."""
     default = lambda action: jaxact.Policy(default=action)
@@ -62,15 +105,18 @@ def policies(measured: Any) -> dict[str, jaxact.Policy]:
         "and bits per sample": jaxact.policies.actnn(3),
         "and bits per layer": jaxact.policies.actnn(3, measured=measured),
         "groups, bits per layer only": layers.policy(groups),
+        "2 bits and means of 8 x 8": default(jaxact.DualPrecision(2)),
+        "those means only": default(OnePart("low")),
+        "2 bits of the rest only": default(OnePart("high")),
     }
 
 
 def ablation(task: ImageTask, effort: Effort) -> list[dict[str, Any]]:
-    """One row for each policy: the rounding variance, and its reference.
+    """One row for each policy: the rounding error, and its reference.
 
-    The network is trained uncompressed. `variance` is the mean over batches of 32
-    images, `spread` its standard error; `variance_ratio` is relative to the variance
-    between such batches.
+    The network is trained uncompressed. `error` is the mean squared distance from the
+    exact gradient over batches of 32 images, `spread` its standard error; `ratio` is
+    relative to the variance between such batches.
     """
     state, _, _ = train(task, Variant("", "all"), seed=0)
     task.batch_size = BATCH
@@ -80,7 +126,7 @@ def ablation(task: ImageTask, effort: Effort) -> list[dict[str, Any]]:
     rows = []
     for name, policy in policies(measured).items():
         found = [
-            rounding_variance(task, policy, state, batch, effort.draws)
+            rounding_error(task, policy, state, batch, effort.draws)
             for batch in batches[: effort.draws // 2]
         ]
         mean = statistics.mean(found)
@@ -88,9 +134,9 @@ def ablation(task: ImageTask, effort: Effort) -> list[dict[str, Any]]:
         rows.append(
             {
                 "policy": name,
-                "variance": mean,
+                "error": mean,
                 "spread": error,
-                "variance_ratio": mean / between,
+                "ratio": mean / between,
             }
         )
     return rows

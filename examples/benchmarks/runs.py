@@ -130,6 +130,16 @@ def rounding_variance(
     return variance(gradient(batch, seed) for seed in range(draws))
 
 
+def rounding_error(
+    task: Task, keep: Keep, state: State, batch: Any, draws: int
+) -> float:
+    """The mean squared distance from the exact gradient: variance, and squared bias."""
+    exact = gradient_at(task, "all", state)(batch, 0)
+    gradient = gradient_at(task, keep, state)
+    distances = (gradient(batch, seed) - exact for seed in range(draws))
+    return float(np.mean([np.sum(distance**2) for distance in distances]))
+
+
 def batch_variance(task: Task, state: State, batches: list[Any]) -> float:
     gradient = gradient_at(task, "all", state)
     return variance(gradient(batch, 0) for batch in batches)

@@ -183,7 +183,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, help="folder of the three files")
     parser.add_argument("--resume", type=Path, help="JSON lines to go on from")
     parser.add_argument("--save", action="store_true", help="results/systems.*")
-    parser.add_argument("--ablation", action="store_true", help="ActNN's, instead")
+    parser.add_argument(
+        "--ablation", action="store_true", help="ActNN's and DIVISION's, instead"
+    )
     parser.add_argument("--target", default="h100", help="'' compiles for none")
     parser.add_argument("--small", action="store_true", help="a toy, in seconds")
     options = parser.parse_args()
@@ -209,11 +211,11 @@ def ablate(options: argparse.Namespace, console: Console) -> None:
     with console.status(f"{task.name}: ablation"):
         rows = ablation(task, effort_of(options))
     table = Table(title=task.name)
-    for column in ("gradients from", "variance", "over that between batches"):
+    for column in ("gradients from", "squared error", "over variance of batches"):
         table.add_column(column, justify="right" if table.columns else "left")
     for row in rows:
-        variance = f"{row['variance']:.3g} ± {row['spread']:.1g}"
-        table.add_row(row["policy"], variance, f"{row['variance_ratio']:.2g}")
+        error = f"{row['error']:.3g} ± {row['spread']:.1g}"
+        table.add_row(row["policy"], error, f"{row['ratio']:.2g}")
     console.print(table)
     if options.save:
         content = environment() | {"task": task.name, "rows": rows}
