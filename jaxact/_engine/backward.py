@@ -23,6 +23,7 @@ from jaxact._engine.unused import UsedPart, used_part
 from jaxact._jaxpr.compat import barrier
 from jaxact._jaxpr.evaluate import in_mesh_of, value_of
 from jaxact._jaxpr.types import Dtype, Env, PyTree, Var
+from jaxact._plan.again import again_p
 from jaxact._plan.storage import StoragePlan
 
 
@@ -51,8 +52,12 @@ def backward_pass(
         _packed(v, arrays, plan, keys)
         for v, arrays in zip(plan.packed, inputs.packed, strict=True)
     ]
+    is_measured = any(r.is_measured for r in residuals)
+    if not is_ordered and not is_measured:
+        copies = _decoded_again(plan, storage, residuals)
+        inputs = dataclasses.replace(inputs, kept=inputs.kept | copies)
     program = backward_program(plan, inputs, part)
-    if is_ordered and not any(r.is_measured for r in residuals):
+    if is_ordered and not is_measured:
         results = _ordered(program, storage, residuals, inputs.cotangents), {}
     else:
         decoded = [_decoded(storage, r) for r in residuals]
@@ -186,6 +191,21 @@ def _decoded(storage: Storage, packed: Packed) -> jax.Array:
     arrays = jax.tree.leaves(packed.arrays)
     with in_mesh_of(arrays[0]) if arrays else contextlib.nullcontext():
         return storage.decode(packed)
+
+
+def _decoded_again(
+    plan: StoragePlan, storage: Storage, residuals: Sequence[Packed]
+) -> Env:
+    """Other decoded copies of packed values, see `again.py`."""
+    packed = dict(zip(plan.packed, residuals, strict=True))
+    found: Env = {}
+    for step in plan.replay:
+        v = step.eqn.invars[0] if step.eqn.primitive is again_p else None
+        if v in packed and v not in plan.normalized:
+            arrays = barrier(packed[v].arrays)
+            copy = dataclasses.replace(packed[v], arrays=arrays)
+            found[step.eqn.outvars[0]] = _decoded(storage, copy)
+    return found
 
 
 def _restored(plan: StoragePlan, decoded: Sequence[jax.Array], env: Env) -> Env:

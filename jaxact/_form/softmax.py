@@ -43,6 +43,7 @@ from jaxact._jaxpr.types import (
     Tangent,
     Var,
 )
+from jaxact._plan.again import again
 
 # Some are called inside custom rules, such as that of `jax.scipy.special.rel_entr`.
 _WITH_POLES = frozenset("log log1p sqrt rsqrt pow div".split())
@@ -163,11 +164,25 @@ def with_softmaxes(jaxpr: Jaxpr, depends: Predicate) -> Jaxpr:
     for eqn in jaxpr.eqns:
         if id(eqn) in found:
             one = found[id(eqn)]
-            params = {"softmax": one, "is_plain": one.output in plain}
+            params = {
+                "softmax": one,
+                "is_plain": one.output in plain,
+                "is_narrowed": _is_narrowed(jaxpr, one.output),
+            }
             eqn = new_equation(eqn, softmax_p, [one.scores], eqn.outvars, params)
         if id(eqn) not in inside:
             eqns.append(eqn)
     return with_outputs(jaxpr, eqns, jaxpr.outvars)
+
+
+def _is_narrowed(jaxpr: Jaxpr, v: Var) -> bool:
+    """Whether only narrower copies of `v` are read: float32 in a bfloat16 network."""
+    readers = [eqn for eqn in jaxpr.eqns if v in variables_in(eqn.invars)]
+    return v not in variables_in(jaxpr.outvars) and all(
+        eqn.primitive.name == "convert_element_type"
+        and eqn.outvars[0].aval.dtype.itemsize < v.aval.dtype.itemsize
+        for eqn in readers
+    )
 
 
 def _read_by_poles(jaxpr: Jaxpr) -> set[Var]:
@@ -195,6 +210,7 @@ def _differentiate(
     *,
     softmax: Softmax,
     is_plain: bool,
+    is_narrowed: bool,
 ) -> tuple[list[Any], list[Tangent]]:
     """`is_plain`: the cotangent keeps its mean."""
     env: Env = {softmax.scores: primals[0]}
@@ -204,9 +220,10 @@ def _differentiate(
     y, (t,) = env[softmax.output], tangents
     if isinstance(t, ad.Zero):
         return [y], [ad.Zero(softmax.output.aval.to_tangent_aval())]
-    slope = _slope if is_plain else slope_p.bind
     with traced_at(softmax.eqns[-1]):
-        return [y], [slope(y, t, axes=softmax.axes)]
+        summed = again(y) if is_narrowed else y
+        slope = slope_p.bind(y, summed, t, axes=softmax.axes, is_plain=is_plain)
+        return [y], [slope]
 
 
 softmax_p.def_abstract_eval(lambda _, *, softmax, **_params: [softmax.output.aval])
@@ -216,37 +233,53 @@ ad.primitive_jvps[softmax_p] = _differentiate
 slope_p = jex.Primitive("jaxact_softmax_slope")
 
 
-def _slope(y: jax.Array, t: jax.Array, *, axes: tuple[int, ...]) -> jax.Array:
-    return y * (t - jnp.sum(y * t, axes, keepdims=True))
+def _slope(
+    y: jax.Array,
+    summed: jax.Array,
+    t: jax.Array,
+    *,
+    axes: tuple[int, ...],
+    is_plain: bool,
+) -> jax.Array:
+    return y * (t - jnp.sum(summed * t, axes, keepdims=True))
 
 
 def _transpose(
-    ct: Tangent, y: jax.Array, t: Tangent, *, axes: tuple[int, ...]
-) -> tuple[None, Tangent]:
+    ct: Tangent,
+    y: jax.Array,
+    summed: jax.Array,
+    t: Tangent,
+    *,
+    axes: tuple[int, ...],
+    is_plain: bool,
+) -> tuple[None, None, Tangent]:
     """y (ct - sum(y ct)) of the cotangent less its mean, which changes nothing if y
     sums to 1. Rounded it does not quite, and where cotangents are alike, as those of
     probabilities near each other, the mean's part is all the noise: with it
     sum(sin(softmax(x))) erred by 2 gradients at 8 bits.
     """
     if isinstance(ct, ad.Zero):
-        return None, ad.Zero(t.aval)
+        return None, None, ad.Zero(t.aval)
+    if is_plain:
+        return None, None, _slope(y, summed, ct, axes=axes, is_plain=True)
     wide = np.promote_types(y.dtype, np.float32)
     total = functools.partial(jnp.sum, axis=axes, keepdims=True, dtype=wide)
-    missing = 1 - total(y)
+    missing = 1 - total(summed)
     mean = total(ct) * (missing.size / y.size)
     # In a form whose three sums need one pass over y and ct.
-    return None, y * (ct - (total(y * ct) + mean * missing).astype(ct.dtype))
+    sums = total(summed * ct) + mean * missing
+    return None, None, y * (ct - sums.astype(ct.dtype))
 
 
 def _batch(
-    args: tuple[jax.Array, ...], dims: Axes, *, axes: tuple[int, ...]
+    args: tuple[jax.Array, ...], dims: Axes, **params: Any
 ) -> tuple[jax.Array, int]:
-    run = functools.partial(_slope, axes=axes)
+    run = functools.partial(_slope, **params)
     return jax.vmap(run, in_axes=tuple(dims))(*args), 0
 
 
 slope_p.def_impl(_slope)
-slope_p.def_abstract_eval(lambda y, t, *, axes: t)
+slope_p.def_abstract_eval(lambda y, summed, t, **_params: t)
 ad.primitive_transposes[slope_p] = _transpose
 batching.primitive_batchers[slope_p] = _batch
 mlir.register_lowering(slope_p, mlir.lower_fun(_slope, multiple_results=False))
