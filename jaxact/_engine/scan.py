@@ -37,6 +37,10 @@ def contains_scan(jaxpr: Jaxpr) -> bool:
 
 
 def _holds_scan(eqn: Eqn) -> bool:
+    # Of `lax.platform_dependent` JAX lowers the branch for this platform alone, and the
+    # others may be of kernels that it has not.
+    if eqn.params.get("branches_platforms") is not None:
+        return False
     return any(contains_scan(open_jaxpr(held)[0]) for held in held_programs(eqn))
 
 

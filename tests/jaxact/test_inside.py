@@ -161,3 +161,18 @@ def test_vmap_over_branches():
     """The predicate is then an array, and both branches are computed."""
     each = lambda r: lax.cond(r[0] > 0, lambda r: gates(r[None], W)[0], jnp.sin, r)
     assert gradient_error(jax.vmap(each), X, policy=Policy(8)) < 0.1
+
+
+def test_only_the_branch_of_this_platform_is_lowered():
+    """Others may be of kernels that this one has not."""
+
+    def f(x):
+        elsewhere = in_scan(lambda x, w: jnp.sin(x))
+        here = lambda x: jnp.sin(jnp.sin(x))
+        there = lambda x: elsewhere(x, None)
+        return lax.platform_dependent(2 * x, cpu=here, default=there)
+
+    small = jaxact.compress(f, policy=Policy(8))
+    step = jax.jit(jax.grad(lambda x: small(x).sum()))
+    assert "while" not in step.lower(X).as_text()
+    assert gradient_error(f, X, policy=Policy(8)) < 0.1
