@@ -1,8 +1,8 @@
-"""What the factors of a matrix make, and the matrix where it is multiplied with that.
+"""Values that a matrix's factors make, and the matrix where it is multiplied with them.
 
 The derivative of a factorization divides by differences between singular values, and
 that of a pseudo-inverse p has p p' da' - (p p' da') a p, which is zero for an a of full
-rank. Rounded apart, the factors and what is made of them leave errors that this
+rank. Rounded apart, the factors and values made from them leave errors that this
 magnifies: at 8 bits the gradient of `svd` had 2 times and that of `pinv` 18 times its
 own size in noise. Exact they cancel as they do without rounding.
 """

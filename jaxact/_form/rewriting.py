@@ -40,7 +40,7 @@ def _with_forms(jaxpr: Jaxpr, facts: Facts, small: int) -> Jaxpr:
     """`jaxpr` with cells, pools and softmaxes, also inside its equations.
 
     Args:
-      facts: which variables are made from what may be an activation.
+      facts: which variables are made from possible activations.
       small: the most elements of a small value.
     """
     depends = lambda v: is_activation(facts, v)

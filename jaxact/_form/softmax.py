@@ -212,7 +212,9 @@ def _differentiate(
     is_plain: bool,
     is_narrowed: bool,
 ) -> tuple[list[Any], list[Tangent]]:
-    """`is_plain`: the cotangent keeps its mean."""
+    """`is_plain`: the cotangent keeps its mean; `is_narrowed`: a sum over a row reads
+    another decoded copy than the values that it scales, see `again.py`.
+    """
     env: Env = {softmax.scores: primals[0]}
     for eqn in softmax.eqns:
         inputs = [value_of(v, env) for v in eqn.invars]

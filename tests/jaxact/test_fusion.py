@@ -60,8 +60,9 @@ def normalized(y):
         (lambda w, x: (y := x @ w + x, y @ w + y)[1], (2, 0)),  # the next join reads y
         (lambda w, x: (y := checkpoint_name(x @ w + x, "y"), y @ w + y)[1], (2, 0)),
         (lambda w, x: jax.nn.softmax(x @ w) @ w, (2, 0)),
-        # In memory as bfloat16 alone.
-        (lambda w, x: jax.nn.softmax(x @ w).astype(jnp.bfloat16).sum(), (1, 1)),
+        # In memory as bfloat16 alone; but a softmax as float32 too, for its kernel.
+        (lambda w, x: jnp.exp(x @ w).astype(jnp.bfloat16).sum(), (1, 1)),
+        (lambda w, x: jax.nn.softmax(x @ w).astype(jnp.bfloat16).sum(), (2, 0)),
     ],
 )
 def test_who_packs(f, expected):

@@ -90,7 +90,7 @@ def pseudo_inverse(x, w):
 
 def whitened(x, w):
     u, s, vt = jnp.linalg.svd(gram(x, w))
-    return (u / jnp.sqrt(s)) @ vt @ jnp.sin(x)
+    return (u / jnp.sqrt(s)[None]) @ vt @ jnp.sin(x)
 
 
 def gates(x, w):
