@@ -1,7 +1,6 @@
 """Strict promotion, one platform, shared fixtures; and what `make test` leaves out."""
 
 import collections
-import gc
 import importlib
 import os
 from pathlib import Path
@@ -12,12 +11,12 @@ import hypothesis
 import jax
 import pytest
 
+from support.garbage import look_rarely
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# Tracing makes many small objects: to look through them for garbage as often as Python
-# does took an eighth of all time, and a quarter of the fuzzer's.
-gc.set_threshold(100_000, 50, 100)
+look_rarely()
 
 # Compiling takes longer than any deadline; the same examples on every run.
 hypothesis.settings.register_profile(

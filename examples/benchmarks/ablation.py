@@ -11,11 +11,20 @@ import dataclasses
 import itertools
 import math
 import statistics
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from runs import Effort, batch_variance, rounding_error, sensitivity, train
+import numpy as np
+from runs import (
+    Effort,
+    exact_gradients,
+    gradient_at,
+    sensitivity,
+    train,
+    variance,
+)
 from tasks import ImageTask
 from variants import Variant
 
@@ -121,13 +130,15 @@ def ablation(task: ImageTask, effort: Effort) -> list[dict[str, Any]]:
     state, _, _ = train(task, Variant("", "all"), seed=0)
     task.batch_size = BATCH
     batches = list(itertools.islice(task.batches(1000), effort.draws))
-    between = batch_variance(task, state, batches)
+    exact = exact_gradients(task, state, batches)
     measured = sensitivity(task, jaxact.Policy(bits=2), state, batches[0])
     rows = []
     for name, policy in policies(measured).items():
+        gradient = gradient_at(task, policy, state)
+        some = slice(effort.draws // 2)
         found = [
-            rounding_error(task, policy, state, batch, effort.draws)
-            for batch in batches[: effort.draws // 2]
+            _squared_error(gradient, batch, g, effort.draws)
+            for batch, g in zip(batches[some], exact[some], strict=True)
         ]
         mean = statistics.mean(found)
         error = statistics.stdev(found) / math.sqrt(len(found)) if found[1:] else 0.0
@@ -136,7 +147,15 @@ def ablation(task: ImageTask, effort: Effort) -> list[dict[str, Any]]:
                 "policy": name,
                 "error": mean,
                 "spread": error,
-                "ratio": mean / between,
+                "ratio": mean / variance(exact),
             }
         )
     return rows
+
+
+def _squared_error(
+    gradient: Callable[..., np.ndarray], batch: Any, exact: np.ndarray, draws: int
+) -> float:
+    """The mean squared distance from `exact`: variance, and squared bias."""
+    found = (gradient(batch, seed) - exact for seed in range(draws))
+    return statistics.mean(float(np.sum(distance**2)) for distance in found)

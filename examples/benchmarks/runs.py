@@ -130,19 +130,10 @@ def rounding_variance(
     return variance(gradient(batch, seed) for seed in range(draws))
 
 
-def rounding_error(
-    task: Task, keep: Keep, state: State, batch: Any, draws: int
-) -> float:
-    """The mean squared distance from the exact gradient: variance, and squared bias."""
-    exact = gradient_at(task, "all", state)(batch, 0)
-    gradient = gradient_at(task, keep, state)
-    distances = (gradient(batch, seed) - exact for seed in range(draws))
-    return float(np.mean([np.sum(distance**2) for distance in distances]))
-
-
-def batch_variance(task: Task, state: State, batches: list[Any]) -> float:
+def exact_gradients(task: Task, state: State, batches: list[Any]) -> list[np.ndarray]:
+    """Those of the uncompressed network."""
     gradient = gradient_at(task, "all", state)
-    return variance(gradient(batch, 0) for batch in batches)
+    return [gradient(batch, 0) for batch in batches]
 
 
 def variance_ratio(
@@ -151,7 +142,7 @@ def variance_ratio(
     if not isinstance(keep, jaxact.Policy):
         return None
     noise = rounding_variance(task, keep, state, batches[0], draws)
-    return noise / batch_variance(task, state, batches)
+    return noise / variance(exact_gradients(task, state, batches))
 
 
 def stored(task: Task, keep: Keep) -> dict[str, Any]:

@@ -111,11 +111,9 @@ def classify(
     for eqn in jaxpr.eqns:
         for v in eqn.outvars:
             # A weight that a shard_map copies to each device is no activation.
-            is_copied = eqn.primitive.name == "shard_map" and not is_activation(
-                facts, v
-            )
+            is_copy = eqn.primitive.name == "shard_map" and not is_activation(facts, v)
             base = None
-            if not is_copied:
+            if not is_copy:
                 base = _base(eqn, v, classes, comparisons, small_size)
             if base not in (None, v) and is_normalized(v) and not is_normalized(base):
                 # 0.5 x before a norm, which tells the scales of its channels alone.

@@ -44,6 +44,7 @@ from jaxact._jaxpr.types import (
     Var,
 )
 from jaxact._plan.again import again
+from jaxact._plan.fusion import narrowed
 
 # Some are called inside custom rules, such as that of `jax.scipy.special.rel_entr`.
 _WITH_POLES = frozenset("log log1p sqrt rsqrt pow div".split())
@@ -160,6 +161,7 @@ def with_softmaxes(jaxpr: Jaxpr, depends: Predicate) -> Jaxpr:
         return jaxpr
     inside = {id(eqn) for s in found.values() for eqn in s.eqns[:-1]}
     plain = contracted_in(jaxpr) | _read_by_poles(jaxpr)
+    narrow = narrowed(jaxpr, jaxpr.outvars)
     eqns = []
     for eqn in jaxpr.eqns:
         if id(eqn) in found:
@@ -167,22 +169,12 @@ def with_softmaxes(jaxpr: Jaxpr, depends: Predicate) -> Jaxpr:
             params = {
                 "softmax": one,
                 "is_plain": one.output in plain,
-                "is_narrowed": _is_narrowed(jaxpr, one.output),
+                "is_narrowed": one.output in narrow,
             }
             eqn = new_equation(eqn, softmax_p, [one.scores], eqn.outvars, params)
         if id(eqn) not in inside:
             eqns.append(eqn)
     return with_outputs(jaxpr, eqns, jaxpr.outvars)
-
-
-def _is_narrowed(jaxpr: Jaxpr, v: Var) -> bool:
-    """Whether only narrower copies of `v` are read: float32 in a bfloat16 network."""
-    readers = [eqn for eqn in jaxpr.eqns if v in variables_in(eqn.invars)]
-    return v not in variables_in(jaxpr.outvars) and all(
-        eqn.primitive.name == "convert_element_type"
-        and eqn.outvars[0].aval.dtype.itemsize < v.aval.dtype.itemsize
-        for eqn in readers
-    )
 
 
 def _read_by_poles(jaxpr: Jaxpr) -> set[Var]:

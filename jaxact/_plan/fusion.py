@@ -28,7 +28,7 @@ def in_memory(jaxpr: Jaxpr, outputs: Sequence[Atom]) -> frozenset[Var]:
     Args:
       outputs: those that the program is evaluated for, beside the stored values.
     """
-    return (_read_whole(jaxpr, outputs) | _costly(jaxpr)) - _narrowed(jaxpr, outputs)
+    return (_read_whole(jaxpr, outputs) | _costly(jaxpr)) - narrowed(jaxpr, outputs)
 
 
 def _read_whole(jaxpr: Jaxpr, outputs: Sequence[Atom]) -> frozenset[Var]:
@@ -57,22 +57,22 @@ def _read_later(jaxpr: Jaxpr) -> set[Var]:
     return found
 
 
-def _narrowed(jaxpr: Jaxpr, outputs: Sequence[Atom]) -> set[Var]:
+def narrowed(jaxpr: Jaxpr, outputs: Sequence[Atom]) -> set[Var]:
     """Values that only casts to narrower types read: float32 in a bfloat16 network.
 
     XLA has the narrow value in memory alone. The wide one, twice as large, would be
     written for its encoding. A softmax is none of these, see `again.py`.
     """
-    narrowed: set[Var] = set()
+    found: set[Var] = set()
     others = set(variables_in(outputs))
     for eqn in jaxpr.eqns:
         inputs = variables_in(eqn.invars)
         is_cast = eqn.primitive.name == "convert_element_type"
         if is_cast and inputs and _size_of(inputs[0]) > _size_of(eqn.outvars[0]):
-            narrowed.update(inputs)
+            found.update(inputs)
         else:
             others.update(inputs)
-    return narrowed - others
+    return found - others
 
 
 def _size_of(v: Var) -> int:

@@ -1,7 +1,6 @@
 """Generate, judge and shrink: one verdict for each seed."""
 
 import dataclasses
-import gc
 import time
 from collections.abc import Sequence
 
@@ -11,6 +10,7 @@ from fuzz.checks import Failure, judge
 from fuzz.programs import Program, generate
 from fuzz.reference import Discarded
 from fuzz.shrink import shrink
+from support.garbage import look_rarely
 
 THOROUGH = 10  # one program in so many gets the checks that compile
 ATTEMPTS = 4  # programs tried for a seed until JAX's gradient is a yardstick
@@ -38,7 +38,7 @@ def verdicts(
 ) -> list[Verdict]:
     """A verdict for each seed; `forget` what was compiled before."""
     jax.config.update("jax_disable_most_optimizations", True)
-    gc.set_threshold(100_000, 50, 100)  # as in conftest.py
+    look_rarely()
     if forget:
         jax.clear_caches()
     return [verdict(seed, shrink_attempts) for seed in seeds]
