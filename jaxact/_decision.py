@@ -25,6 +25,7 @@ class Reason(enum.Enum):
     SOLVED_WITH = "solved with, or a factorization"
     DIVIDED_BY = "something is divided by it, or its logarithm or root is taken"
     ORDERED = "it is sorted, or its largest elements are looked for, again"
+    BENT_AGAIN = "a loop's state, nonlinear in itself, is computed from it again"
     SHORT_NORM = "a norm over a few values is taken of it"
     NEAR_POLE = "a function with a pole near it is taken (a logarithm, a root, 1 / x)"
     ARGUMENT = "an argument: there is nothing to recompute it from"

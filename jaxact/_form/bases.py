@@ -237,11 +237,7 @@ def _decide_base(bases: _Bases, v: Var) -> Decision:
     decision = reading.decide(residual)
     if decision.bias is Bias.EXACT:
         return decision
-    unbounded = {
-        Reason.SOLVED_WITH: uses.solved,
-        Reason.DIVIDED_BY: uses.divided,
-        Reason.ORDERED: uses.ordered,
-    }
+    unbounded = {Reason.DIVIDED_BY: uses.divided, **uses.unbounded}
     for reason, bits in unbounded.items():
         if bits & bit and decision.rule is None:
             return Decision(residual, Exact(), reason)

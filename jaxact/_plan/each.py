@@ -62,9 +62,9 @@ def _labelled(
     labelled = {}
     for v, bit in roundings.items():
         decision = decisions[v]
-        if (uses.solved | uses.ordered) & bit and decision.rule is None:
-            reason = Reason.SOLVED_WITH if uses.solved & bit else Reason.ORDERED
-            labelled[v] = Decision(decision.residual, Exact(), reason)
+        unbounded = [reason for reason, bits in uses.unbounded.items() if bits & bit]
+        if unbounded and decision.rule is None:
+            labelled[v] = Decision(decision.residual, Exact(), unbounded[0])
         elif (uses.nonlinear | uses.divided) & bit:
             labelled[v] = decision.biased(Remark.RECOMPUTED_FROM)
         elif uses.repeated & bit:

@@ -14,6 +14,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from jaxact._decision import Reason
 from jaxact._jaxpr.compat import custom_vjp_body, open_jaxpr, scan_counts
 from jaxact._jaxpr.primitives import (
     ELEMENTWISE,
@@ -21,6 +22,7 @@ from jaxact._jaxpr.primitives import (
     JOINS,
     MATMULS,
     MOVES,
+    PIECEWISE,
     PLACEMENTS,
     SELECTIONS,
     SOLVERS,
@@ -60,6 +62,7 @@ _POLES = frozenset(
 _ORDERS = frozenset("sort top_k approx_top_k argmax argmin".split())
 # Equal to an extreme along an axis: where that is, as its derivative asks.
 _EXTREMES = frozenset(["reduce_max", "reduce_min"])
+_RUNNING_EXTREMES = frozenset(["cummax", "cummin"])
 _EQUALITIES = frozenset(["eq", "ne"])
 # Tell infinity or NaN from a number, which rounding does not change.
 _TESTS = frozenset(["is_finite"])
@@ -74,16 +77,18 @@ class Value(NamedTuple):
       bent: of those that something nonlinear was computed from on the way.
       has_cotangent: whether it depends on a cotangent.
       extreme: of those that it is an extreme of, along an axis.
+      kinked: of those that something piecewise linear was computed from, and no more.
     """
 
     linear: int = 0
     bent: int = 0
     has_cotangent: bool = False
     extreme: int = 0
+    kinked: int = 0
 
     @property
     def bits(self) -> int:
-        return self.linear | self.bent
+        return self.linear | self.bent | self.kinked
 
     def __or__(self, other: "Value") -> "Value":  # pyright: ignore
         return Value(
@@ -91,10 +96,15 @@ class Value(NamedTuple):
             self.bent | other.bent,
             self.has_cotangent or other.has_cotangent,
             self.extreme | other.extreme,
+            self.kinked | other.kinked,
         )
 
     def after_nonlinear(self) -> "Value":
         return Value(0, self.bits, self.has_cotangent)
+
+    def after_kink(self) -> "Value":
+        kinked = self.linear | self.kinked
+        return Value(0, self.bent, self.has_cotangent, kinked=kinked)
 
 
 _NONE = Value()
@@ -114,6 +124,8 @@ class Uses:
         the noise has no bound.
       solved: it is a matrix that is factorized or solved with: nor has it here.
       ordered: its elements, or those of something computed from it, are put in order.
+      bent_again: a loop computes a state from it that is a nonlinear function of itself
+        a step before, which may magnify an error with each step.
     """
 
     repeated: int = 0
@@ -121,6 +133,18 @@ class Uses:
     divided: int = 0
     solved: int = 0
     ordered: int = 0
+    bent_again: int = 0
+
+    @property
+    def unbounded(self) -> dict[Reason, int]:
+        """Why a rounded value may leave an error of any size, where it is computed
+        with again. (Divisors are another matter: a checkpoint's norms divide too.)
+        """
+        return {
+            Reason.SOLVED_WITH: self.solved,
+            Reason.ORDERED: self.ordered,
+            Reason.BENT_AGAIN: self.bent_again,
+        }
 
 
 def find_uses(
@@ -190,9 +214,9 @@ def _elementary(eqn: Eqn, operands: Sequence[Value], uses: Uses) -> Value:
     if name in _BILINEAR:
         overlap = operands[0].bits & operands[1].bits
         uses.repeated |= overlap
-        return Value(
-            result.linear & ~overlap, result.bent | overlap, result.has_cotangent
-        )
+        linear, kinked = result.linear & ~overlap, result.kinked & ~overlap
+        bent = result.bent | overlap
+        return Value(linear, bent, result.has_cotangent, kinked=kinked)
     if name == "div":
         uses.divided |= operands[1].linear
         uses.nonlinear |= operands[1].bits
@@ -223,8 +247,10 @@ def _elementary(eqn: Eqn, operands: Sequence[Value], uses: Uses) -> Value:
         uses.ordered |= first.extreme & second.bits | second.extreme & first.bits
     uses.nonlinear |= known.bits
     others = _union([o for o in operands if not everything and o.has_cotangent])
-    result = others | known.after_nonlinear()
-    return result._replace(extreme=known.bits) if name in _EXTREMES else result
+    if name in _EXTREMES:
+        return (others | known.after_kink())._replace(extreme=known.bits)
+    is_kink = name in PIECEWISE or name in _RUNNING_EXTREMES
+    return others | (known.after_kink() if is_kink else known.after_nonlinear())
 
 
 def _body(eqn: Eqn) -> ClosedJaxpr | None:
@@ -256,8 +282,10 @@ def _scan(eqn: Eqn, operands: Sequence[Value], uses: Uses) -> list[Value]:
         results = _inside(eqn.params["jaxpr"], inputs, uses)
         joined = [a | b for a, b in zip(inputs[carry], results, strict=False)]
         if joined == inputs[carry]:
-            return results
+            break
         inputs[carry] = joined
+    _note_bent_again(eqn.params["jaxpr"], carry, inputs, uses)
+    return results
 
 
 def _while(eqn: Eqn, operands: Sequence[Value], uses: Uses) -> list[Value]:
@@ -272,8 +300,36 @@ def _while(eqn: Eqn, operands: Sequence[Value], uses: Uses) -> list[Value]:
         if joined == carry:
             break
         carry = joined
+    inputs = [*body_consts, *carry]
+    _note_bent_again(
+        eqn.params["body_jaxpr"], slice(num_body, len(inputs)), inputs, uses
+    )
     _inside(eqn.params["cond_jaxpr"], [*test_consts, *carry], uses)
     return carry
+
+
+def _note_bent_again(
+    body: ClosedJaxpr, carry: slice, inputs: Sequence[Value], uses: Uses
+) -> None:
+    """Note the roundings in a loop's state, where its steps may magnify an error.
+
+    There the state is a nonlinear function of its own earlier values. A linear
+    recurrence magnifies an error no more than the state itself; and the maximum that
+    attention in chunks carries scales its other state, but is no function of that.
+    """
+    states = inputs[carry]
+    if not any(state.bits and not state.has_cotangent for state in states):
+        return
+    operands: list[Value] = [_NONE] * len(inputs)
+    operands[carry] = [Value(1 << i) for i in range(len(states))]
+    steps = _inside(body, operands, Uses())[: len(states)]
+    made_from = [step.bits | 1 << i for i, step in enumerate(steps)]
+    for i in range(len(states)):  # Warshall's transitive closure
+        made_from = [b | made_from[i] if b >> i & 1 else b for b in made_from]
+    for i, state in enumerate(states):
+        bent = sum(1 << j for j, step in enumerate(steps) if step.bent >> i & 1)
+        if bent & made_from[i] and not state.has_cotangent:
+            uses.bent_again |= state.bits
 
 
 def _union(values: Sequence[Value]) -> Value:
