@@ -40,6 +40,8 @@ class Quantize(Codec[affine.Stored | Wide[affine.Stored]]):
     group_size: int = 256
     stochastic: bool = True
 
+    is_free_of_axes = True
+
     def __post_init__(self) -> None:
         name = type(self).__name__
         object.__setattr__(self, "bits", checked_bits(name, self.bits))

@@ -24,5 +24,9 @@ class AroundCodec(Codec[Stored]):
     def bits(self) -> float | None:
         return self.codec.bits
 
+    @property
+    def is_free_of_axes(self) -> bool:
+        return self.codec.is_free_of_axes
+
     def declines(self, shape: tuple[int, ...], dtype: DTypeLike) -> str | None:
         return self.codec.declines(shape, dtype)

@@ -74,10 +74,11 @@ class Codec(Action, Generic[Stored]):
     """An action that encodes a residual in forward and decodes it in backward.
 
     To write one, subclass this as a frozen dataclass with `bias`, `bits`, `encode` and
-    `decode`; also `declines` and `label` where their defaults do not fit, and
-    `is_float32` for a codec that computes in float32: it declines float64. `bias` and
-    `bits` may be class attributes, fields or properties. Policies, tables, measurements
-    and transforms ask for nothing more.
+    `decode`; also `declines` and `label` where their defaults do not fit, `is_float32`
+    for a codec that computes in float32 and declines float64, and `is_free_of_axes` for
+    one that may get an array with its axes in another order, that in which it lies in
+    memory. `bias` and `bits` may be class attributes, fields or properties. Policies,
+    tables, measurements and transforms ask for nothing more.
 
     `encode` and `decode` are traced, once for each residual, so shapes are static and
     both must work under `jit`, `vmap` and `scan`. A stored value is any pytree whose
@@ -110,6 +111,9 @@ class Codec(Action, Generic[Stored]):
     is_packed: ClassVar[bool] = True
     # Whether it computes in float32, whose range and precision float64 goes beyond.
     is_float32: ClassVar[bool] = False
+    # Whether it gives the elements no meaning by their axes: these may come in another
+    # order than the residual's, that of the array that is in memory (`copies.py`).
+    is_free_of_axes: bool = False
 
     @abc.abstractmethod
     def encode(self, x: jax.Array, seed: jax.Array) -> Stored:

@@ -54,6 +54,7 @@ class Dithered(Codec[Stored | Wide[Stored]]):
     group_size: int = 256
 
     bias = Bias.UNBIASED
+    is_free_of_axes = True
 
     def __post_init__(self) -> None:
         bits = checked_bits("Dithered", self.bits)

@@ -53,6 +53,7 @@ class Rotated(Codec[Stored | Wide[Stored]]):
     group_size: int = 256
 
     bias = Bias.OVER_ROTATIONS
+    is_free_of_axes = True
     _is_adaptive: ClassVar[bool] = False
 
     def __post_init__(self) -> None:

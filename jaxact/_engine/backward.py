@@ -180,10 +180,13 @@ def _ordered(
 
 
 def _packed(v: Var, arrays: PyTree, plan: StoragePlan, keys: Collection[str]) -> Packed:
-    decision, dtype = plan.decisions[v], v.aval.dtype
+    decision, shape, dtype = plan.decisions[v], tuple(v.aval.shape), v.aval.dtype
     if v in plan.normalized:
         dtype = plan.normalized[v].stored_dtype(dtype)
-    like = jax.ShapeDtypeStruct(tuple(v.aval.shape), dtype)
+    elif v in plan.copies:
+        copy = plan.copies[v]
+        shape, dtype = copy.shape(shape), copy.dtype
+    like = jax.ShapeDtypeStruct(shape, dtype)
     return Packed(decision, arrays, like, decision.residual.key in keys)
 
 
@@ -203,18 +206,27 @@ def _decoded_again(
         v = step.eqn.invars[0] if step.eqn.primitive is again_p else None
         if v in packed and v not in plan.normalized:
             arrays = barrier(packed[v].arrays)
-            copy = dataclasses.replace(packed[v], arrays=arrays)
-            found[step.eqn.outvars[0]] = _decoded(storage, copy)
+            residual = dataclasses.replace(packed[v], arrays=arrays)
+            decoded = _decoded(storage, residual)
+            found[step.eqn.outvars[0]] = _residual(v, decoded, plan, {})
     return found
 
 
 def _restored(plan: StoragePlan, decoded: Sequence[jax.Array], env: Env) -> Env:
-    """The residuals, given their decoded values: some are stored normalized."""
-    restored = dict(zip(plan.packed, decoded, strict=True))
-    for v in plan.normalized.keys() & restored.keys():
-        with in_mesh_of(restored[v]):
-            restored[v] = plan.normalized[v].undo(restored[v], env, v.aval.dtype)
-    return restored
+    """The residuals, given their decoded values."""
+    pairs = zip(plan.packed, decoded, strict=True)
+    return {v: _residual(v, x, plan, env) for v, x in pairs}
+
+
+def _residual(v: Var, decoded: jax.Array, plan: StoragePlan, env: Env) -> jax.Array:
+    """The residual, given its decoded value: some are stored otherwise."""
+    dtype = v.aval.dtype
+    with in_mesh_of(decoded):
+        if v in plan.normalized:
+            return plan.normalized[v].undo(decoded, env, dtype)
+        if v in plan.copies:
+            return plan.copies[v].undo(decoded, dtype)
+    return decoded
 
 
 def _instantiate(

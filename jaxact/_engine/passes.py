@@ -148,6 +148,8 @@ class Passes:
         x = will_be_rounded(env[v], decision)
         if v in plan.normalized:
             x = plan.normalized[v].apply(x, env)
+        elif v in plan.copies:
+            x = plan.copies[v].of(x)
         is_fused = v in plan.fused
 
         def encode(x: jax.Array, seed: jax.Array) -> PyTree:

@@ -35,6 +35,7 @@ from jaxact._jaxpr.types import (
     Array,
     Atom,
     Axes,
+    Dtype,
     Env,
     Eqn,
     Jaxpr,
@@ -169,7 +170,7 @@ def with_softmaxes(jaxpr: Jaxpr, depends: Predicate) -> Jaxpr:
             params = {
                 "softmax": one,
                 "is_plain": one.output in plain,
-                "is_narrowed": one.output in narrow,
+                "narrow": narrow.get(one.output),
             }
             eqn = new_equation(eqn, softmax_p, [one.scores], eqn.outvars, params)
         if id(eqn) not in inside:
@@ -202,10 +203,11 @@ def _differentiate(
     *,
     softmax: Softmax,
     is_plain: bool,
-    is_narrowed: bool,
+    narrow: Dtype | None,
 ) -> tuple[list[Any], list[Tangent]]:
-    """`is_plain`: the cotangent keeps its mean; `is_narrowed`: a sum over a row reads
-    another decoded copy than the values that it scales, see `again.py`.
+    """`is_plain`: the cotangent keeps its mean; `narrow`: if only copies with this
+    dtype are read, and a sum over a row another decoded copy than the values that it
+    scales, see `again.py`.
     """
     env: Env = {softmax.scores: primals[0]}
     for eqn in softmax.eqns:
@@ -215,7 +217,7 @@ def _differentiate(
     if isinstance(t, ad.Zero):
         return [y], [ad.Zero(softmax.output.aval.to_tangent_aval())]
     with traced_at(softmax.eqns[-1]):
-        summed = again(y) if is_narrowed else y
+        summed = y if narrow is None else again(y, narrow)
         slope = slope_p.bind(y, summed, t, axes=softmax.axes, is_plain=is_plain)
         return [y], [slope]
 

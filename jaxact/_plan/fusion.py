@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from jaxact._jaxpr.primitives import CASTS, COSTLY, MATMULS, MOVES
 from jaxact._jaxpr.read import is_elementwise, names_inside, variables_in
-from jaxact._jaxpr.types import Atom, Jaxpr, Var
+from jaxact._jaxpr.types import Atom, Dtype, Jaxpr, Var
 
 # A cast would be another array.
 _MOVES = MOVES - CASTS
@@ -28,7 +28,8 @@ def in_memory(jaxpr: Jaxpr, outputs: Sequence[Atom]) -> frozenset[Var]:
     Args:
       outputs: those that the program is evaluated for, beside the stored values.
     """
-    return (_read_whole(jaxpr, outputs) | _costly(jaxpr)) - narrowed(jaxpr, outputs)
+    narrow = narrowed(jaxpr, outputs)
+    return (_read_whole(jaxpr, outputs) | _costly(jaxpr)).difference(narrow)
 
 
 def _read_whole(jaxpr: Jaxpr, outputs: Sequence[Atom]) -> frozenset[Var]:
@@ -57,22 +58,24 @@ def _read_later(jaxpr: Jaxpr) -> set[Var]:
     return found
 
 
-def narrowed(jaxpr: Jaxpr, outputs: Sequence[Atom]) -> set[Var]:
+def narrowed(jaxpr: Jaxpr, outputs: Sequence[Atom]) -> dict[Var, Dtype]:
     """Values that only casts to narrower types read: float32 in a bfloat16 network.
 
-    XLA has the narrow value in memory alone. The wide one, twice as large, would be
-    written for its encoding. A softmax is none of these, see `again.py`.
+    With the widest of those types. XLA has the narrow value in memory alone. The wide
+    one, twice as large, would be written for its encoding. A softmax is none of these,
+    see `again.py`.
     """
-    found: set[Var] = set()
+    found: dict[Var, Dtype] = {}
     others = set(variables_in(outputs))
     for eqn in jaxpr.eqns:
         inputs = variables_in(eqn.invars)
         is_cast = eqn.primitive.name == "convert_element_type"
         if is_cast and inputs and _size_of(inputs[0]) > _size_of(eqn.outvars[0]):
-            found.update(inputs)
+            (v,), dtype = inputs, eqn.outvars[0].aval.dtype
+            found[v] = max(found.get(v, dtype), dtype, key=lambda d: d.itemsize)
         else:
             others.update(inputs)
-    return found - others
+    return {v: dtype for v, dtype in found.items() if v not in others}
 
 
 def _size_of(v: Var) -> int:

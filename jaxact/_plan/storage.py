@@ -20,6 +20,7 @@ from jaxact._jaxpr.primitives import FUSED
 from jaxact._jaxpr.read import variables_in
 from jaxact._jaxpr.rewrite import prune
 from jaxact._jaxpr.types import ClosedJaxpr, Dtype, Env, Eqn, Var
+from jaxact._plan.copies import Copy, copies
 from jaxact._plan.forward import Forward
 from jaxact._plan.fusion import in_memory
 from jaxact._policy import Policy
@@ -174,6 +175,12 @@ class StoragePlan:
             if v in self.normalized
             or (self.decisions[v].residual.primitive in FUSED and v not in whole)
         )
+
+    @functools.cached_property
+    def copies(self) -> dict[Var, Copy]:
+        """The arrays from which some packed variables are encoded, see `copies.py`."""
+        whole = [v for v in self.packed if v not in self.normalized]
+        return copies(self.forward.jaxpr, {v: self.decisions[v].codec for v in whole})
 
     @functools.cached_property
     def program(self) -> ClosedJaxpr:

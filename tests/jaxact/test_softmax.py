@@ -137,7 +137,8 @@ def gradient(attend):
 @needs_target
 def test_attention_in_two_precisions_on_a_gpu():
     """A sum over rows and what it scales are two kernels. Where both read one decoded
-    array, in float32, this took 1.6 times as long and a fifth more than uncompressed.
+    array, in float32, this took 1.6 times as long and a fifth more than uncompressed;
+    where a float32 array was written to pack, 1.3 times as long.
     """
     shaped = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
     small = jaxact.compress(attention, policy=jaxact.Policy(4), activations="x")
@@ -145,7 +146,7 @@ def test_attention_in_two_precisions_on_a_gpu():
     sizes = shaped((256, 768)), shaped((2, 4096, 256))
     with jax.numpy_dtype_promotion("standard"):  # as jax.nn asks
         plain, packed = jaxact.compare(steps, *sizes, target="h100").rows
-    assert packed.predicted_seconds < 1.35 * plain.predicted_seconds
+    assert packed.predicted_seconds < 1.15 * plain.predicted_seconds
     assert packed.memory.temp_bytes < 0.9 * plain.memory.temp_bytes
 
 
