@@ -323,6 +323,35 @@ def test_chunks_of_attention(monkeypatch):
     assert 2 * packed < plain and 2 * recomputed < plain
 
 
+def test_zero_values_take_a_bit(monkeypatch):
+    """With room for all that is not zero, and with room for half of it."""
+    monkeypatch.syspath_prepend(EXAMPLES / "benchmarks")
+    import zeros
+
+    values = np.random.default_rng(0).normal(size=(3, zeros.ROW))
+    x = jnp.asarray(np.maximum(values, 0), jnp.float32)  # half of it is not zero
+    count = int((x != 0).sum(1).max())
+
+    def draws(room, number):
+        codec = zeros.NonZero(jaxact.Quantize(8), room / zeros.ROW)
+        encode = jax.vmap(lambda seed: codec.encode(x, seed))
+        stored = encode(jnp.arange(number, dtype=jnp.uint32))
+        return jax.vmap(lambda s: codec.decode(s, x.shape, x.dtype))(stored)
+
+    (whole,) = draws(count, 1)
+    assert (whole[x == 0] == 0).all()
+    # One step of 8 bits, of a range below 5 deviations.
+    assert abs(whole - x).max() <= 5 / 255
+    some = draws(count // 2, 400)
+    kept = np.asarray((some != 0).sum(-1))
+    assert kept.max() <= count // 2 and kept.min() > 0.45 * count  # few round to 0
+    # An element is there in half of the draws, twice as large: a deviation of itself.
+    # The mean of 400 draws is off by a twentieth of one; 6 of them for 12,288 elements,
+    # each with a chance of 2e-9, and the rounding's step.
+    assert (abs(some.mean(0) - x) <= 6 * x / 20 + 10 / 255).all()
+    assert abs(some.mean(0).sum() / x.sum() - 1) < 0.01  # 6,000 of them: 0.07 % each
+
+
 SYSTEMS = "benchmarks/systems.py", "--small", "--tasks", "gcn", "--seeds"
 
 
@@ -352,3 +381,17 @@ def test_systems_at_a_toy_size(options, lines):
     found = rows(text)
     assert len(found) == lines
     assert all(row[0] and row[1] for row in found)
+
+
+@pytest.mark.slow
+def test_a_search_at_a_toy_size():
+    """A row for the uncompressed network, and one for each way to choose bits."""
+    pytest.importorskip("sklearn")
+    text = run("benchmarks/search.py", "--small", "--seeds", 2, "--tasks", "gcn")
+    base, *ways = rows(text)
+    assert [row[0] for row in ways] == ["AC-GC, 0.1", "AC-GC, 0.01", "halving", "grid"]
+    steps = [int(row[3]) for row in ways]
+    # Two steps are one training; the grid has 8 widths and 2 seeds. Of 8 widths at
+    # most 8, 4, 2 and 1 train for an eighth, a quarter, a half and all of the steps.
+    assert steps[:2] == [2, 2] and steps[3] == 32 and 1 <= steps[2] <= 8
+    assert all(0 < float(row[1]) <= 9 for row in ways)
