@@ -31,6 +31,16 @@ class Variant:
     terms: Mapping[str, Any] = field(default_factory=dict)
 
 
+def acgc(bound: float) -> Variant:
+    """AC-GC's: the fewest bits for a squared error of the gradient, relative to it."""
+    return Variant(
+        f"AC-GC, {bound:g}",
+        policies.acgc(bound),
+        lambda measure: policies.acgc(bound, measured=measure()),
+        {"e2": bound, "ladder": (1, 2, 3, 4, 6, 8, 16, 32)},
+    )
+
+
 VARIANTS = (
     Variant("uncompressed", "all"),
     Variant("jax.checkpoint", "inputs"),
@@ -49,10 +59,5 @@ VARIANTS = (
         {"bits": 4},
     ),
     Variant("DIVISION, 2 bits", policies.division(2, 8)),
-    Variant(
-        "AC-GC, 0.1",
-        policies.acgc(0.1),
-        lambda measure: policies.acgc(0.1, measured=measure()),
-        {"e2": 0.1, "ladder": (1, 2, 3, 4, 6, 8, 16, 32)},
-    ),
+    acgc(0.1),
 )
