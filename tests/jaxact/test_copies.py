@@ -168,7 +168,8 @@ def test_others_are_packed_as_they_are(name):
 
 def test_more_than_8_bits_keep_the_wide_softmax():
     x = W.reshape(-1, 96)
-    pull = lambda f: jax.jit(lambda x: jax.vjp(f, x)[1](x)[0])(x)
+    # Not jitted: XLA may leave out a cast to bfloat16 and back, JAX 0.10's does.
+    pull = lambda f: jax.vjp(f, x)[1](x)[0]
     exact = jaxact.compress(narrowed, policy=Policy(rules=(Rule(Exact()),)))
     # In another order of operations: sums of 96 terms, each rounded by 2^-24.
     assert relative_error(pull(exact), pull(narrowed)) < 2**-20
