@@ -112,7 +112,7 @@ class Codec(Action, Generic[Stored]):
     # Whether it computes in float32, whose range and precision float64 goes beyond.
     is_float32: ClassVar[bool] = False
     # Whether it gives the elements no meaning by their axes: these may come in another
-    # order than the residual's, that of the array that is in memory (`copies.py`).
+    # order than the residual's, as an array in memory has them (`copies.py`).
     is_free_of_axes: bool = False
 
     @abc.abstractmethod

@@ -24,7 +24,7 @@ def again(x: jax.Array, narrow: Dtype) -> jax.Array:
     """`x`; another variable, with the same elements.
 
     Args:
-      narrow: the dtype of the copies of `x` that are read, which are in memory.
+      narrow: the dtype that the copies have which are read, and are in memory.
     """
     return again_p.bind(x, narrow=narrow)
 

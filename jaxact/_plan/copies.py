@@ -1,14 +1,14 @@
 """How a residual lies in a GPU's memory, where its variable does not say so.
 
 A kernel reads the array that it packs row by row. XLA writes one for it unless there is
-one; and the rest of the backward pass follows the order of the array that is unpacked.
+one; and the rest of the backward pass follows the order that the unpacked array has.
 Two kinds of residuals are in memory, but not as the program has them:
 
-- Of a float32 softmax in a bfloat16 network only the bfloat16 copy, which the product
-  with the values reads (see `again.py`). To pack that adds a relative error of 2^-9 to
-  an element, as the network's own products have it.
-- The elements of a transposed product, as of `einsum("BTNH,BSNH->BTNS")`, stay where
-  the product put them, and so do those of elementwise functions of it.
+- A float32 softmax in a bfloat16 network is there as its bfloat16 copy alone, which the
+  product with the values reads (see `again.py`). To pack that adds a relative error of
+  2^-9 to an element, as the network's own products have it.
+- What a transposed product makes, such as `einsum("BTNH,BSNH->BTNS")`, stays where the
+  product put it, and so do elementwise functions after it.
 
 Predicted for an H100 at 4 bits, bfloat16: four blocks with
 `jax.nn.dot_product_attention` (8 x 2048 tokens, 16 heads), with a float32 softmax, take
@@ -65,7 +65,7 @@ class Copy:
 
 
 def copies(jaxpr: Jaxpr, codecs: Mapping[Var, Codec]) -> dict[Var, Copy]:
-    """The copies of residuals that are in memory otherwise than as themselves.
+    """The residuals that are in memory otherwise than as themselves, and how.
 
     Args:
       jaxpr: the program that makes them.
@@ -85,7 +85,7 @@ def copies(jaxpr: Jaxpr, codecs: Mapping[Var, Codec]) -> dict[Var, Copy]:
 
 
 def _narrow(jaxpr: Jaxpr) -> dict[Var, Dtype]:
-    """The dtype of the only copies of some float32 values that are in memory."""
+    """The float32 values that are in memory as narrower copies alone: their dtype."""
     return {
         eqn.invars[0]: eqn.params["narrow"]
         for eqn in jaxpr.eqns
@@ -94,7 +94,7 @@ def _narrow(jaxpr: Jaxpr) -> dict[Var, Dtype]:
 
 
 def _orders(jaxpr: Jaxpr) -> dict[Var, _Order]:
-    """The order in which the axes of each variable follow one another in memory.
+    """The order in which each variable's axes follow one another in memory.
 
     It is their own order, unless there is a transposed product before it. Variables
     that XLA computes where they are read have none.

@@ -124,8 +124,8 @@ class Uses:
         the noise has no bound.
       solved: it is a matrix that is factorized or solved with: nor has it here.
       ordered: its elements, or those of something computed from it, are put in order.
-      bent_again: a loop computes a state from it that is a nonlinear function of itself
-        a step before, which may magnify an error with each step.
+      bent_again: a loop computes a state from it that is nonlinear in itself a step
+        before, which may magnify an error with each step.
     """
 
     repeated: int = 0
@@ -313,9 +313,9 @@ def _note_bent_again(
 ) -> None:
     """Note the roundings in a loop's state, where its steps may magnify an error.
 
-    There the state is a nonlinear function of its own earlier values. A linear
-    recurrence magnifies an error no more than the state itself; and the maximum that
-    attention in chunks carries scales its other state, but is no function of that.
+    There the state is nonlinear in its own earlier values. A linear recurrence
+    magnifies an error no more than the state itself; and the maximum that attention in
+    chunks carries scales its other state, but does not depend on that.
     """
     states = inputs[carry]
     if not any(state.bits and not state.has_cotangent for state in states):
