@@ -2,12 +2,13 @@
 
 After Chen et al. 2021 (arXiv:2104.14129), section 5.1: the error that rounding adds to
 the gradient of a trained residual network, with one range per tensor, with groups of
-256, then with bits shared out over samples, then over layers too. After Wang et al.
+256, then with bits shared out over samples by their ranges, then over layers too; and
+with bits shared out over samples by a table of every sample's gradient, of which ActNN
+keeps the last epoch's, and which here is that at the same parameters. After Wang et al.
 2023 ("Division", ICML), section 4: with means over blocks, with these alone, and with
 what remains beside them alone.
 """
 
-import dataclasses
 import itertools
 import math
 import statistics
@@ -15,8 +16,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from ablation_codecs import LARGEST_GROUP, ByTable, OnePart, PerTensor, shared_out
 from runs import (
     Effort,
     exact_gradients,
@@ -25,80 +26,13 @@ from runs import (
     train,
     variance,
 )
-from tasks import ImageTask
+from tasks import ImageTask, State
 from variants import Variant
 
 import jaxact
 
 BATCH = 32
-# The largest that Quantize takes; a first-stage array of 32 images of 32x32 has half.
-LARGEST_GROUP = 2**20 - 32
-
-
-@dataclasses.dataclass(frozen=True)
-class PerTensor(jaxact.Codec):
-    """One range for a whole array, for this comparison only.
-
-    Quantize never joins samples, so its largest group is one sample. Here the array is
-    one row; one of more than `LARGEST_GROUP` elements has several ranges all the same.
-    """
-
-    bits: int
-    bias = jaxact.Bias.UNBIASED
-
-    @property
-    def _quantize(self) -> jaxact.Quantize:
-        return jaxact.Quantize(self.bits, LARGEST_GROUP)
-
-    def encode(self, x: jax.Array, seed: jax.Array) -> Any:
-        return self._quantize.encode(x.reshape(1, -1), seed)
-
-    def encode_fused(self, x: jax.Array, seed: jax.Array) -> Any:
-        return self._quantize.encode_fused(x.reshape(1, -1), seed)
-
-    def decode(self, stored: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-        row = 1, math.prod(shape)
-        return self._quantize.decode(stored, row, dtype).reshape(shape)
-
-
-@dataclasses.dataclass(frozen=True)
-class OnePart(jaxact.Codec):
-    """Half of `DualPrecision(2)`, for this comparison only.
-
-    Attributes:
-      frequency: "low", the means over 8 x 8 pixels; or "high", what remains beside
-        them, at 2 bits. Arrays that are no images are stored whole, at 2 bits.
-    """
-
-    frequency: str
-    bias = jaxact.Bias.BIASED
-    bits = 2
-
-    def encode(self, x: jax.Array, seed: jax.Array) -> Any:
-        if x.ndim != 4:
-            return jaxact.Quantize(2).encode(x, seed)
-        if self.frequency == "low":
-            return _means(x)
-        return jaxact.Quantize(2).encode(x - _spread(_means(x), x.shape), seed)
-
-    def decode(self, stored: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-        if len(shape) == 4 and self.frequency == "low":
-            return _spread(stored, shape).astype(dtype)
-        return jaxact.Quantize(2).decode(stored, shape, dtype)
-
-
-def _means(images: jax.Array) -> jax.Array:
-    """Over squares of 8 x 8 pixels, or whole small images."""
-    count, height, width, channels = images.shape
-    rows, columns = max(1, height // 8), max(1, width // 8)
-    shape = count, rows, height // rows, columns, width // columns, channels
-    return images.reshape(shape).mean((2, 4))
-
-
-def _spread(means: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    for axis in (1, 2):
-        means = jnp.repeat(means, shape[axis] // means.shape[axis], axis)
-    return means
+BY_TABLE = "2 bits by sample, from a table of gradients"
 
 
 def policies(measured: Any) -> dict[str, jaxact.Policy]:
@@ -120,6 +54,17 @@ def policies(measured: Any) -> dict[str, jaxact.Policy]:
     }
 
 
+def by_table(task: ImageTask, state: State, batch: Any) -> jaxact.Policy:
+    """2 bits, for each sample by the squared gradient of its logits."""
+    images, labels = batch
+    variables = {"params": state.params, "batch_stats": state.statistics}
+    apply = jax.jit(task.network("all").apply, static_argnames=("train", "mutable"))
+    logits: Any = apply(variables, images, train=True, mutable=("batch_stats",))[0]
+    errors = jax.nn.softmax(logits) - jax.nn.one_hot(labels, logits.shape[-1])
+    weights = np.square(np.asarray(errors, np.float64)).sum(-1)
+    return jaxact.Policy(default=ByTable(shared_out(weights, 2)))
+
+
 def ablation(task: ImageTask, effort: Effort) -> list[dict[str, Any]]:
     """One row for each policy: the rounding error, and its reference.
 
@@ -133,13 +78,15 @@ def ablation(task: ImageTask, effort: Effort) -> list[dict[str, Any]]:
     exact = exact_gradients(task, state, batches)
     measured = sensitivity(task, jaxact.Policy(bits=2), state, batches[0])
     rows = []
-    for name, policy in policies(measured).items():
-        gradient = gradient_at(task, policy, state)
-        some = slice(effort.draws // 2)
-        found = [
-            _squared_error(gradient, batch, g, effort.draws)
-            for batch, g in zip(batches[some], exact[some], strict=True)
-        ]
+    some = slice(effort.draws // 2)
+    pairs = list(zip(batches[some], exact[some], strict=True))
+    fixed = policies(measured)
+    for name in (*fixed, BY_TABLE):
+        found = []
+        for batch, g in pairs:
+            policy = fixed.get(name) or by_table(task, state, batch)
+            gradient = gradient_at(task, policy, state)
+            found.append(_squared_error(gradient, batch, g, effort.draws))
         mean = statistics.mean(found)
         error = statistics.stdev(found) / math.sqrt(len(found)) if found[1:] else 0.0
         rows.append(
