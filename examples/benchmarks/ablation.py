@@ -32,7 +32,7 @@ from variants import Variant
 import jaxact
 
 BATCH = 32
-BY_TABLE = "2 bits by sample, from a table of gradients"
+BY_TABLE = "2 bits, a table of gradients"
 
 
 def policies(measured: Any) -> dict[str, jaxact.Policy]:
