@@ -12,7 +12,7 @@ what remains beside them alone.
 import itertools
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -54,15 +54,19 @@ def policies(measured: Any) -> dict[str, jaxact.Policy]:
     }
 
 
-def by_table(task: ImageTask, state: State, batch: Any) -> jaxact.Policy:
-    """2 bits, for each sample by the squared gradient of its logits."""
-    images, labels = batch
+def by_table(
+    task: ImageTask, state: State, batches: Sequence[Any]
+) -> list[jaxact.Policy]:
+    """For each batch: 2 bits, for each sample by the squared gradient of its logits."""
     variables = {"params": state.params, "batch_stats": state.statistics}
     apply = jax.jit(task.network("all").apply, static_argnames=("train", "mutable"))
-    logits: Any = apply(variables, images, train=True, mutable=("batch_stats",))[0]
-    errors = jax.nn.softmax(logits) - jax.nn.one_hot(labels, logits.shape[-1])
-    weights = np.square(np.asarray(errors, np.float64)).sum(-1)
-    return jaxact.Policy(default=ByTable(shared_out(weights, 2)))
+    found = []
+    for images, labels in batches:
+        logits: Any = apply(variables, images, train=True, mutable=("batch_stats",))[0]
+        errors = jax.nn.softmax(logits) - jax.nn.one_hot(labels, logits.shape[-1])
+        weights = np.square(np.asarray(errors, np.float64)).sum(-1)
+        found.append(jaxact.Policy(default=ByTable(shared_out(weights, 2))))
+    return found
 
 
 def ablation(task: ImageTask, effort: Effort) -> list[dict[str, Any]]:
@@ -76,17 +80,17 @@ def ablation(task: ImageTask, effort: Effort) -> list[dict[str, Any]]:
     task.batch_size = BATCH
     batches = list(itertools.islice(task.batches(1000), effort.draws))
     exact = exact_gradients(task, state, batches)
+    between = variance(exact)
     measured = sensitivity(task, jaxact.Policy(bits=2), state, batches[0])
     rows = []
-    some = slice(effort.draws // 2)
-    pairs = list(zip(batches[some], exact[some], strict=True))
-    fixed = policies(measured)
-    for name in (*fixed, BY_TABLE):
-        found = []
-        for batch, g in pairs:
-            policy = fixed.get(name) or by_table(task, state, batch)
-            gradient = gradient_at(task, policy, state)
-            found.append(_squared_error(gradient, batch, g, effort.draws))
+    count = effort.draws // 2
+    ways = {name: [policy] * count for name, policy in policies(measured).items()}
+    ways[BY_TABLE] = by_table(task, state, batches[:count])
+    for name, each in ways.items():
+        found = [
+            _squared_error(gradient_at(task, policy, state), batch, g, effort.draws)
+            for policy, batch, g in zip(each, batches, exact, strict=False)
+        ]
         mean = statistics.mean(found)
         error = statistics.stdev(found) / math.sqrt(len(found)) if found[1:] else 0.0
         rows.append(
@@ -94,7 +98,7 @@ def ablation(task: ImageTask, effort: Effort) -> list[dict[str, Any]]:
                 "policy": name,
                 "error": mean,
                 "spread": error,
-                "ratio": mean / variance(exact),
+                "ratio": mean / between,
             }
         )
     return rows

@@ -109,6 +109,13 @@ def upsample(x: jax.Array) -> jax.Array:
     return x.repeat(2, axis=1).repeat(2, axis=2)
 
 
+def coarse(images: Any) -> Any:
+    """The images from a quarter of the pixels, means of four, in the same size."""
+    small = images[:, ::2, ::2] + images[:, 1::2, ::2]
+    small = small + images[:, ::2, 1::2] + images[:, 1::2, 1::2]
+    return upsample(small / 4)
+
+
 class DrawnTask(Task):
     """A network of drawn images, trained with BatchNorm."""
 
@@ -243,9 +250,7 @@ class SuperResolution(DrawnTask):
     peak = 4.0  # nearly all values are between -2 and 2
 
     def inputs(self, images: Any) -> Any:
-        small = images[:, ::2, ::2] + images[:, 1::2, ::2]
-        small = small + images[:, ::2, 1::2] + images[:, 1::2, 1::2]
-        return upsample(small / 4)
+        return coarse(images)
 
     def error(self, output: jax.Array, scene: Any) -> jax.Array:
         return jnp.square(self.inputs(scene.images) + output - scene.images).mean()

@@ -76,12 +76,17 @@ def train(task: Task, variant: Variant, seed: int) -> tuple[State, Keep, float]:
     for step, batch in enumerate(task.batches(seed)):
         if step >= warm_up and (step - warm_up) % retune_every == 0:
             tuner.retune(task, state, batch)
-        found = task.gradient(tuner.keep)(
-            state.params, state.statistics, batch, np.uint32(seed << 16 | step)
-        )
-        loss = found[0][0]
-        state = task.update(state, found)
+        state, loss = after_step(task, tuner.keep, state, batch, seed, step)
     return state, tuner.keep, float(loss)
+
+
+def after_step(
+    task: Task, keep: Keep, state: State, batch: Any, seed: int, step: int
+) -> tuple[State, Any]:
+    """The state after the given step of the training with a seed, and its loss."""
+    number = np.uint32(seed << 16 | step)
+    found = task.gradient(keep)(state.params, state.statistics, batch, number)
+    return task.update(state, found), found[0][0]
 
 
 class Tuner:

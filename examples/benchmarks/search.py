@@ -26,11 +26,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import numpy as np
 from environment import environment
 from rich.console import Console
 from rich.table import Table
-from runs import stored, train
+from runs import after_step, stored, train
 from tasks import TASKS, Keep, State, Task
 from variants import acgc
 
@@ -92,11 +91,10 @@ class Training:
 
     def go_on(self, steps: int) -> float:
         """Train for some more steps; the score there."""
-        program = self.task.gradient(self.keep)
         for step, batch in itertools.islice(self.batches, steps):
-            number = np.uint32(self.seed << 16 | step)
-            found = program(self.state.params, self.state.statistics, batch, number)
-            self.state = self.task.update(self.state, found)
+            self.state, _ = after_step(
+                self.task, self.keep, self.state, batch, self.seed, step
+            )
         return self.task.score(self.state)
 
 

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from drawn_tasks import SIDE, draw, upsample
+from drawn_tasks import coarse, draw
 from environment import environment
 from jax.flatten_util import ravel_pytree
 from rich.console import Console
@@ -139,10 +139,9 @@ def initial(width: int, depth: int) -> Params:
 
 
 def batch_of(seed: int, size: int) -> tuple[jax.Array, jax.Array]:
-    """Images that have a quarter of the pixels, enlarged, and what they lack."""
+    """Images from a quarter of the pixels, and what they lack."""
     images = jnp.asarray(draw(size, seed).images)
-    means = images.reshape(size, SIDE // 2, 2, SIDE // 2, 2, 3).mean((2, 4))
-    return upsample(means), images - upsample(means)
+    return coarse(images), images - coarse(images)
 
 
 Network = Callable[[Params, jax.Array], jax.Array]
@@ -174,6 +173,9 @@ def compare(depth: int, width: int, steps: int, size: int) -> dict[str, Any]:
     shares = [float((x != 0).mean()) for x in behind]
     exact = jax.jit(functools.partial(gradient_of, network))
     between = variance(flat(exact(params, *batch)) for batch in batches)
+    plain = jaxact.compress(network, activations="x")
+    table = jaxact.residuals(plain, params, batches[0][0], argnums=0)
+    keys = [row.key for row in table.rows if row.primitive == "max"]
     rows = []
     for bits in BITS:
         room = [min(1, SPARE * share) for share in shares]
@@ -183,20 +185,13 @@ def compare(depth: int, width: int, steps: int, size: int) -> dict[str, Any]:
             [NonZero(Quantize(bits), share) for share in room],
         ]
         for codecs in ways:
-            net = compressed(codecs, params, batches[0][0])
+            pairs = zip(codecs, keys, strict=True)
+            rules = tuple(Rule(codec, key=key) for codec, key in pairs)
+            net = jaxact.compress(network, policy=Policy(rules=rules), activations="x")
             noise = rounding(net, params, *batches[0]) / between
             found = stored(net, params, batches[0][0])
             rows.append({"codec": codecs[0].label, "noise": noise, **found})
     return {"shares": shares, "rows": rows}
-
-
-def compressed(codecs: list[jaxact.Codec], params: Params, x: jax.Array) -> Network:
-    """The network with a codec for each ReLU's output."""
-    net = jaxact.compress(network, activations="x")
-    rows = jaxact.residuals(net, params, x, argnums=0).rows
-    keys = [row.key for row in rows if row.primitive == "max"]
-    rules = tuple(Rule(c, key=key) for c, key in zip(codecs, keys, strict=True))
-    return jaxact.compress(network, policy=Policy(rules=rules), activations="x")
 
 
 def rounding(net: Network, params: Params, x: jax.Array, y: jax.Array) -> float:

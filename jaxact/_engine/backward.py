@@ -180,13 +180,11 @@ def _ordered(
 
 
 def _packed(v: Var, arrays: PyTree, plan: StoragePlan, keys: Collection[str]) -> Packed:
-    decision, shape, dtype = plan.decisions[v], tuple(v.aval.shape), v.aval.dtype
-    if v in plan.normalized:
-        dtype = plan.normalized[v].stored_dtype(dtype)
-    elif v in plan.copies:
-        copy = plan.copies[v]
-        shape, dtype = copy.shape(shape), copy.dtype
-    like = jax.ShapeDtypeStruct(shape, dtype)
+    decision = plan.decisions[v]
+    if v in plan.maps:
+        like = plan.maps[v].like(v)
+    else:
+        like = jax.ShapeDtypeStruct(tuple(v.aval.shape), v.aval.dtype)
     return Packed(decision, arrays, like, decision.residual.key in keys)
 
 
@@ -219,14 +217,11 @@ def _restored(plan: StoragePlan, decoded: Sequence[jax.Array], env: Env) -> Env:
 
 
 def _residual(v: Var, decoded: jax.Array, plan: StoragePlan, env: Env) -> jax.Array:
-    """The residual, given its decoded value: some are stored otherwise."""
-    dtype = v.aval.dtype
+    """The residual, given its decoded value: some are stored through a map."""
+    if v not in plan.maps:
+        return decoded
     with in_mesh_of(decoded):
-        if v in plan.normalized:
-            return plan.normalized[v].undo(decoded, env, dtype)
-        if v in plan.copies:
-            return plan.copies[v].undo(decoded, dtype)
-    return decoded
+        return plan.maps[v].undo(decoded, env, v.aval.dtype)
 
 
 def _instantiate(

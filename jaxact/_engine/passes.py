@@ -146,10 +146,8 @@ class Passes:
         """One residual, encoded."""
         plan, decision = self.plan, self.plan.decisions[v]
         x = will_be_rounded(env[v], decision)
-        if v in plan.normalized:
-            x = plan.normalized[v].apply(x, env)
-        elif v in plan.copies:
-            x = plan.copies[v].of(x)
+        if v in plan.maps:
+            x = plan.maps[v].apply(x, env)
         is_fused = v in plan.fused
 
         def encode(x: jax.Array, seed: jax.Array) -> PyTree:

@@ -28,7 +28,7 @@ import numpy as np
 from jaxact._codec import Codec
 from jaxact._jaxpr.primitives import MATMULS
 from jaxact._jaxpr.read import is_elementwise, variables_in
-from jaxact._jaxpr.types import Dtype, Jaxpr, Shape, Var
+from jaxact._jaxpr.types import Dtype, Env, Jaxpr, Var
 from jaxact._plan.again import again_p
 
 _Order: TypeAlias = tuple[int, ...]
@@ -51,17 +51,18 @@ class Copy:
     dtype: Dtype
     order: _Order
 
-    def of(self, x: jax.Array) -> jax.Array:
-        """The array, given the residual."""
+    def apply(self, x: jax.Array, env: Env) -> jax.Array:
+        """The array, given the residual; no other value is read."""
         return x.astype(self.dtype).transpose(self.order)
 
-    def undo(self, array: jax.Array, dtype: Dtype) -> jax.Array:
+    def undo(self, stored: jax.Array, env: Env, dtype: Dtype) -> jax.Array:
         """The residual, of this dtype, given the array."""
-        return array.transpose(np.argsort(self.order)).astype(dtype)
+        return stored.transpose(np.argsort(self.order)).astype(dtype)
 
-    def shape(self, residual: Shape) -> Shape:
-        """The array's, given the residual's."""
-        return tuple(residual[axis] for axis in self.order)
+    def like(self, v: Var) -> jax.ShapeDtypeStruct:
+        """The array's shape and dtype, for a variable."""
+        shape = tuple(v.aval.shape[axis] for axis in self.order)
+        return jax.ShapeDtypeStruct(shape, self.dtype)
 
 
 def copies(jaxpr: Jaxpr, codecs: Mapping[Var, Codec]) -> dict[Var, Copy]:

@@ -96,15 +96,16 @@ class Normalized:
         x = stored / scale if self.inverse else stored * scale
         return (x + mean[0] if mean else x).astype(dtype)
 
-    def stored_dtype(self, dtype: Dtype) -> Dtype:
-        """The normalized array's dtype."""
-        return np.promote_types(dtype, np.float32)
+    def like(self, v: Var) -> jax.ShapeDtypeStruct:
+        """The normalized array's shape and dtype, for a variable."""
+        dtype = np.promote_types(v.aval.dtype, np.float32)
+        return jax.ShapeDtypeStruct(tuple(v.aval.shape), dtype)
 
     def _coefficients(
         self, x: jax.Array, env: Env
     ) -> tuple[list[jax.Array], jax.Array]:
         """The mean, if there is one, and the scale."""
-        dtype = self.stored_dtype(x.dtype)
+        dtype = np.promote_types(x.dtype, np.float32)
         shape = [n if axis in self.axes else 1 for axis, n in enumerate(x.shape)]
         arrays = [env[v].reshape(shape).astype(dtype) for v in self.statistics]
         *mean, scale = arrays
@@ -177,10 +178,11 @@ class StoragePlan:
         )
 
     @functools.cached_property
-    def copies(self) -> dict[Var, Copy]:
-        """The arrays from which some packed variables are encoded, see `copies.py`."""
+    def maps(self) -> dict[Var, Normalized | Copy]:
+        """What some packed variables are encoded through: a norm, or their copy."""
         whole = [v for v in self.packed if v not in self.normalized]
-        return copies(self.forward.jaxpr, {v: self.decisions[v].codec for v in whole})
+        codecs = {v: self.decisions[v].codec for v in whole}
+        return {**copies(self.forward.jaxpr, codecs), **self.normalized}
 
     @functools.cached_property
     def program(self) -> ClosedJaxpr:
