@@ -107,9 +107,10 @@ def scores(output):
 def test_training_scores_every_configuration_and_seed(task, tmp_path):
     output = tmp_path / "runs.jsonl"
     options = "--small", "--task", task, "--output", output, "--seeds", 2
-    text = run("benchmarks/training.py", *options, "--configs", "uncompressed", "2bits")
+    configs = "uncompressed", "2bits", "1bit-allocated"
+    text = run("benchmarks/training.py", *options, "--configs", *configs)
     found = scores(output)
-    assert set(found) == {(c, s) for c in ("uncompressed", "2bits") for s in (0, 1)}
+    assert set(found) == {(c, s) for c in configs for s in (0, 1)}
     assert found["uncompressed", 0] != found["uncompressed", 1]
     assert "| uncompressed | 2 |" in text and "| 2bits | 2 |" in text
 
