@@ -78,14 +78,16 @@ def sixteen_bits(keys: jax.Array, group: int) -> jax.Array:
     In this form XLA:CPU fuses an encoder, and in that of `slots_of_bits` a decoder; the
     other one takes three to ten times as long (4 Mi float32, jax 0.12).
     """
-    half = group // 2
-    ones = (1,) * keys.ndim
-    index = lax.broadcasted_iota(np.uint32, (*ones, 1, half), keys.ndim + 1)
-    key = lax.expand_dims(keys, (keys.ndim, keys.ndim + 1))
-    hashes = hash32(lax.add(key, lax.mul(index, GOLDEN)))
-    shift = np.array([0, 16], np.uint32)  # low bits for a group's first half
-    halves = lax.shift_right_logical(hashes, shift.reshape(*ones, 2, 1))
-    bits = lax.bitwise_and(halves, np.uint32(0xFFFF))
+    half, axis = group // 2, keys.ndim
+    along = lambda x, shape, axes: lax.broadcast_in_dim(x, shape, axes)
+    step = lax.mul(lax.iota(np.uint32, half), GOLDEN)
+    each = (*keys.shape, half)
+    counter = lax.add(along(keys, each, range(axis)), along(step, each, (axis,)))
+    both = (*keys.shape, 2, half)
+    hashes = along(hash32(counter), both, (*range(axis), axis + 1))
+    # Low bits for a group's first half.
+    shift = along(np.array([0, 16], np.uint32), both, (axis,))
+    bits = lax.bitwise_and(lax.shift_right_logical(hashes, shift), np.uint32(0xFFFF))
     return lax.reshape(bits, (*keys.shape, group))
 
 

@@ -35,7 +35,7 @@ def pack(codes: jax.Array, bits: int) -> jax.Array:
     slot = 1 << (bits - 1).bit_length()
     *lead, group = codes.shape
     slots = lax.reshape(codes, (*lead, WORD_BITS // slot, num_words(group, slot)))
-    shift = _offsets(slot).reshape(*(1 for _ in lead), -1, 1)
+    shift = lax.broadcast_in_dim(_offsets(slot), slots.shape, (len(lead),))
     shifted = lax.shift_left(slots, shift)
     slots = lax.reduce(shifted, np.uint32(0), lax.add, (len(lead),))
     if slot == bits:
@@ -63,14 +63,20 @@ def unpack_slots(words: jax.Array, bits: int) -> jax.Array:
     operations after they are joined (4 Mi float32, jax 0.12).
     """
     *lead, size = words.shape
-    per_bit, repeats = size // bits, _repeats(bits)
+    per_bit, repeats, axis = size // bits, _repeats(bits), len(lead)
     codes, start = None, 0
     for i, (offset, width) in enumerate(fields(bits)):
-        inner = (1,) * (i + 1) + repeats[i + 1 :] + (per_bit * widths(bits)[-1],)
-        field = lax.slice_in_dim(words, start, start + per_bit * width, axis=len(lead))
-        field = lax.reshape(field, (*lead, *inner))
-        outer = (1,) * len(lead) + repeats[: i + 1]
-        shift = _offsets(width).reshape(outer + (1,) * (len(inner) - i - 1))
+        outer = repeats[: i + 1]
+        inner = (*repeats[i + 1 :], per_bit * widths(bits)[-1])
+        shape, split = (*lead, *outer, *inner), axis + len(outer)
+        field = lax.slice_in_dim(words, start, start + per_bit * width, axis=axis)
+        field = lax.broadcast_in_dim(
+            lax.reshape(field, (*lead, *inner)),
+            shape,
+            (*range(axis), *range(split, len(shape))),
+        )
+        offsets = _offsets(width).reshape(outer)
+        shift = lax.broadcast_in_dim(offsets, shape, range(axis, split))
         code = lax.shift_right_logical(field, shift)
         code = _shift_left(lax.bitwise_and(code, np.uint32((1 << width) - 1)), offset)
         codes = code if codes is None else lax.bitwise_or(codes, code)

@@ -8,6 +8,8 @@ No result depends on whether a compiler contracts a product and a sum: each prod
 is added to something is exact.
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -193,7 +195,9 @@ def _covering_scale(
     overflows = lax.gt(lax.add(half_z, half_span), largest_number(dtype) * HALF)
     scale = lax.shift_right_logical(above, np.uint32(16))
     excess = lax.convert_element_type(overflows, np.uint32)
-    return lax.sub(scale, lax.shift_left(excess, np.uint32(spare)))
+    if spare:
+        excess = lax.shift_left(excess, np.uint32(spare))
+    return lax.sub(scale, excess)
 
 
 def _half_steps(
@@ -234,6 +238,14 @@ def put(value: jax.typing.ArrayLike, where: jax.Array, x: jax.Array) -> jax.Arra
     """`x`, with `value` where `where` holds."""
     # `full_like`, as an array from `lax.full` would not be sharded like x.
     return lax.select(where, lax.full_like(x, value), x)
+
+
+def over(shape: Sequence[int], x: jax.Array) -> jax.Array:
+    """A value for each group, repeated along the axes that `shape` has behind theirs.
+
+    In one instruction; an operation on arrays that differ in rank has three for each.
+    """
+    return lax.broadcast_in_dim(x, shape, range(x.ndim))
 
 
 def pattern(x: jax.Array) -> jax.Array:

@@ -76,6 +76,7 @@ from jaxact_kernels.affine.group import (
     largest,
     less_noise,
     metadata,
+    over,
     put,
     saturated,
 )
@@ -190,8 +191,7 @@ def dequantize(code: jax.Array, metadata: jax.Array, dtype: DTypeLike) -> jax.Ar
 
     A group's elements may lie along several axes in `code`, in row-major order.
     """
-    slots = range(metadata.ndim, code.ndim)
-    zero, step, unit = decoding_line(lax.expand_dims(metadata, slots))
+    zero, step, unit = (over(code.shape, end) for end in decoding_line(metadata))
     code = lax.convert_element_type(_signed(code), np.float32)
     x = lax.mul(lax.add(zero, lax.mul(step, code)), unit)
     group = math.prod(code.shape[metadata.ndim :])
@@ -206,10 +206,9 @@ def dequantize_dithered(
     bits: int,
 ) -> jax.Array:
     """`dequantize`, less the noise that `quantize` drew; shaped like the codes."""
-    each = lax.expand_dims(metadata, range(metadata.ndim, code.ndim))
-    zero, step, unit = decoding_line(each)
-    has_noise = lax.bitwise_not(is_constant(each))
-    weight = lax.convert_element_type(has_noise, np.float32)
+    zero, step, unit = (over(code.shape, end) for end in decoding_line(metadata))
+    has_noise = lax.bitwise_not(is_constant(metadata))
+    weight = over(code.shape, lax.convert_element_type(has_noise, np.float32))
     plain = lax.convert_element_type(_signed(code), np.float32)
     multiple = lax.add(plain, lax.mul(weight, less_noise(draw, bits)))
     x = lax.mul(lax.add(zero, lax.mul(step, multiple)), unit)
@@ -244,25 +243,22 @@ def extremes(groups: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]
 
 def fixed_point(x: jax.Array, line: Line, bits: int | jax.Array) -> jax.Array:
     """Real-valued codes for `x`, clipped, in units of 2**-16, as `uint32`."""
-    half_zero, slope, base = (_for_elements(end) for end in line)
+    half_zero, slope, base = (over(x.shape, end) for end in line)
     t = lax.mul(lax.sub(lax.mul(x, np.float32(0.5)), half_zero), slope)
     t = put(np.float32(0), lax.bitwise_not(lax.gt(t, np.float32(0))), t)  # NaN too
-    t = lax.min(t, _last_code(bits))
+    t = lax.min(t, _last_code(x.shape, bits))
     t = lax.round(t, lax.RoundingMethod.TO_NEAREST_EVEN)
     return lax.add(lax.convert_element_type(_signed(t), np.uint32), base)
 
 
-def _last_code(bits: int | jax.Array) -> np.float32 | jax.Array:
+def _last_code(
+    shape: tuple[int, ...], bits: int | jax.Array
+) -> np.float32 | jax.Array:
     if isinstance(bits, int):
         return np.float32((2**bits - 1) * 65536)
     end = lax.shift_left(lax.full_like(bits, 65536), bits)
     last = lax.sub(end, lax.full_like(bits, 65536))
-    return _for_elements(lax.convert_element_type(last, np.float32))
-
-
-def _for_elements(x: jax.Array) -> jax.Array:
-    """Add an axis for a group's elements to a value for each group."""
-    return lax.expand_dims(x, (x.ndim,))
+    return over(shape, lax.convert_element_type(last, np.float32))
 
 
 def _signed(x: jax.Array) -> jax.Array:
