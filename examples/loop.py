@@ -71,6 +71,7 @@ class Training:
 POLICIES: dict[str, Callable[[int, Measure], jaxact.Policy | None]] = {
     "default": lambda bits, _: jaxact.Policy(bits),
     "none": lambda *_: None,
+    "adaptive": lambda bits, _: jaxact.Policy(default=jaxact.Adaptive(bits)),
     "dots_saveable": lambda bits, _: jaxact.Policy(
         bits, recompute=jax.checkpoint_policies.dots_saveable
     ),

@@ -3,30 +3,37 @@
 Stochastic rounding to b-bit codes has steps R / (2^b - 1) in a group with range R, so
 the variance it adds to the gradient is a number for the residual, its `variance`, times
 S(b) = (2^b - 1)^-2 (ActNN, Chen et al. 2021, arXiv:2104.14129; GACT, Liu et al. 2022,
-arXiv:2206.11357). Residuals are rounded independently, so their variances add up.
+arXiv:2206.11357). Rotated groups are normal, whatever they were, and S(b) is the error
+that the best levels have for these: a bit is worth a factor of 4 instead of 9 at first.
+Residuals are rounded independently, so their variances add up.
 """
 
 import dataclasses
 import math
 from collections.abc import Mapping
 
-from jaxact._codec import Action
+from jaxact._codec import Action, Adaptive, Dithered, Rotated
 from jaxact._saved import Saved
 from jaxact._tabular import Column, Tabular
+from jaxact_kernels.rotated.group import NORMAL_ERROR
 
 # Rounding normal values to b bits, in groups of 256 with range R, adds this multiple of
 # S(b) to their variance 1: the mean of R^2 / 6.
 NORMAL_GROUP = 5.38
-# S for bfloat16, 16 bits: on normal values the mean squared rounding error is 2.76e-6
-# times their variance (8 significant bits), and that of b-bit codes NORMAL_GROUP S(b)
-# times. It is as if codes had 10.5 bits, and far more than (2^16 - 1)^-2.
-_BFLOAT16 = 2.76e-6 / NORMAL_GROUP
+# Of the same values in bfloat16, with 8 significant bits: as if codes had 10.5 bits, and
+# far more than (2^16 - 1)^-2.
+_BFLOAT16_ERROR = 2.76e-6
 
 
-def levels_variance(bits: int | str) -> float:
-    """S(b) = (2^b - 1)^-2, the factor on a residual's `variance` at b bits.
+def levels_variance(bits: int | str, action: Action | None = None) -> float:
+    """S(b), the factor on a residual's `variance` at b bits; S(1) is 1.
 
-    16 bits are bfloat16. 32 bits, or 'exact', add nothing.
+    (2^b - 1)^-2, and for the rotated formats the squared error of normal values. From 9
+    to 16 bits are bfloat16; more, or 'exact', add nothing.
+
+    Args:
+      bits: an element's.
+      action: the format up to 8 bits; None: `Quantize`.
     """
     if bits == "exact":
         return 0.0
@@ -35,9 +42,21 @@ def levels_variance(bits: int | str) -> float:
             f"levels_variance({bits!r}): bits must be an integer of at least 1 or "
             "'exact'."
         )
-    if bits >= 32:
+    if bits > 16:
         return 0.0
-    return _BFLOAT16 if bits == 16 else (2**bits - 1) ** -2
+    error = _BFLOAT16_ERROR if bits > 8 else _normal_error(bits, action)
+    return error / _normal_error(1, action)
+
+
+def _normal_error(bits: int, action: Action | None) -> float:
+    """The squared error of normal values with variance 1, in groups of 256."""
+    rounded = NORMAL_GROUP * (2**bits - 1) ** -2
+    dithered = rounded / 2  # a twelfth of a squared step instead of a sixth
+    if isinstance(action, Adaptive):
+        return min(NORMAL_ERROR[bits], dithered)
+    if isinstance(action, Rotated):
+        return NORMAL_ERROR[bits]
+    return dithered if isinstance(action, Dithered) else rounded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +68,8 @@ class Cost(Saved):
       size: elements, over all copies.
       itemsize: bytes per element when exact.
       variance: stored at b bits, the residual adds variance * S(b) to the gradient:
-        the error's expected squared norm. S(1) is 1. Where it is not finite, the
-        residual must stay exact.
+        the error's expected squared norm. S(1) is 1, and S is that of the format in
+        `action`. Where it is not finite, the residual must stay exact.
       signal: squared norm that the gradient has to which the error is added.
       bits: at which it was measured; None for a formula.
       action: with which it was measured; an allocation keeps its format. None: an
@@ -76,7 +95,7 @@ class Cost(Saved):
             return 0.0
         if not math.isfinite(self.variance):
             return math.inf
-        return self.variance * levels_variance(bits)
+        return self.variance * levels_variance(bits, self.action)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,7 +36,7 @@ class Rounded(NamedTuple):
 
     def cost(self, error: float, signal: float) -> Cost:
         """The cost of rounding it, given the squared error at its bits."""
-        variance = error / levels_variance(self.bits)
+        variance = error / levels_variance(self.bits, self.action)
         stored = self.size, self.itemsize, variance, signal, self.bits, self.action
         return Cost(self.key, *stored)
 

@@ -78,15 +78,14 @@ def sixteen_bits(keys: jax.Array, group: int) -> jax.Array:
     In this form XLA:CPU fuses an encoder, and in that of `slots_of_bits` a decoder; the
     other one takes three to ten times as long (4 Mi float32, jax 0.12).
     """
-    half, axis = group // 2, keys.ndim
-    along = lambda x, shape, axes: lax.broadcast_in_dim(x, shape, axes)
+    half, axis, repeat = group // 2, keys.ndim, lax.broadcast_in_dim
     step = lax.mul(lax.iota(np.uint32, half), GOLDEN)
     each = (*keys.shape, half)
-    counter = lax.add(along(keys, each, range(axis)), along(step, each, (axis,)))
+    counters = lax.add(repeat(keys, each, range(axis)), repeat(step, each, (axis,)))
     both = (*keys.shape, 2, half)
-    hashes = along(hash32(counter), both, (*range(axis), axis + 1))
+    hashes = repeat(hash32(counters), both, (*range(axis), axis + 1))
     # Low bits for a group's first half.
-    shift = along(np.array([0, 16], np.uint32), both, (axis,))
+    shift = repeat(np.array([0, 16], np.uint32), both, (axis,))
     bits = lax.bitwise_and(lax.shift_right_logical(hashes, shift), np.uint32(0xFFFF))
     return lax.reshape(bits, (*keys.shape, group))
 
