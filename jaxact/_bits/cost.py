@@ -20,8 +20,8 @@ from jaxact_kernels.rotated.group import NORMAL_ERROR
 # Rounding normal values to b bits, in groups of 256 with range R, adds this multiple of
 # S(b) to their variance 1: the mean of R^2 / 6.
 NORMAL_GROUP = 5.38
-# Of the same values in bfloat16, with 8 significant bits: as if codes had 10.5 bits, and
-# far more than (2^16 - 1)^-2.
+# Of the same values in bfloat16, with 8 significant bits: as if codes had 10.5 bits,
+# and far more than (2^16 - 1)^-2.
 _BFLOAT16_ERROR = 2.76e-6
 
 

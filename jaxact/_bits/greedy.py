@@ -1,7 +1,7 @@
 """The greedy method: steps along a ladder of bits, in order of gain per price.
 
-Minimize the sum over residuals i of c_i S(b_i), see `cost.py`, under a budget for stored
-bits (ActNN, Chen et al. 2021, arXiv:2104.14129; GACT, Liu et al. 2022,
+Minimize the sum over residuals i of c_i S(b_i), see `cost.py`, under a budget for
+stored bits (ActNN, Chen et al. 2021, arXiv:2104.14129; GACT, Liu et al. 2022,
 arXiv:2206.11357), or the stored bits under a bound on that sum (the aim in AC-GC, Evans
 and Aamodt, NeurIPS 2021). As theirs, a greedy takes single steps. Here the same greedy
 solves both problems, and does not end at the first step that no longer fits.

@@ -251,9 +251,7 @@ def fixed_point(x: jax.Array, line: Line, bits: int | jax.Array) -> jax.Array:
     return lax.add(lax.convert_element_type(_signed(t), np.uint32), base)
 
 
-def _last_code(
-    shape: tuple[int, ...], bits: int | jax.Array
-) -> np.float32 | jax.Array:
+def _last_code(shape: tuple[int, ...], bits: int | jax.Array) -> np.float32 | jax.Array:
     if isinstance(bits, int):
         return np.float32((2**bits - 1) * 65536)
     end = lax.shift_left(lax.full_like(bits, 65536), bits)
