@@ -130,10 +130,11 @@ def test_sixteen_bits_are_bfloat16():
 
 
 @pytest.mark.parametrize("itemsize", [1, 2, 4, 8])
-def test_every_ladder_is_convex(itemsize):
+@pytest.mark.parametrize("action", [None, Dithered(1), Rotated(1), Adaptive(1)])
+def test_every_ladder_is_convex(itemsize, action):
     """So greedy steps come in order, and no rung has to be skipped."""
     bits = [b for b in (*CONSECUTIVE, 16, 32) if b <= 8 * itemsize]
-    row = Cost("r", 1, itemsize, 1.0, 1.0, None)
+    row = Cost("r", 1, itemsize, 1.0, 1.0, None, action)
     slopes = np.diff([row.error(b) for b in bits]) / np.diff(bits)
     assert (np.diff(slopes) > 0).all() and slopes[-1] < 0
 
