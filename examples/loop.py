@@ -29,7 +29,7 @@ from jaxact import policies
 
 # (params, statistics, batch) -> (loss, statistics)
 Loss = Callable[[Any, Any, Any], tuple[jax.Array, Any]]
-Measure = Callable[[], jaxact.Sensitivity]
+Measure = Callable[[jaxact.Policy], jaxact.Sensitivity]
 
 
 class State(struct.PyTreeNode):
@@ -67,21 +67,31 @@ class Training:
     shardings: Callable[[State], Any] = lambda state: None
 
 
+DEFAULT = jaxact.Policy()
+
+
+def allocated(bits: int, measure: Measure) -> jaxact.Policy:
+    """So many bits on average, where they lower the noise most; in rotated formats."""
+    policy = jaxact.Policy(default=jaxact.Adaptive(bits))
+    return jaxact.allocate(measure(policy), bits=bits).policy(policy)
+
+
 # The policies of `--policy`, from the bits and a way to measure sensitivities.
 POLICIES: dict[str, Callable[[int, Measure], jaxact.Policy | None]] = {
     "default": lambda bits, _: jaxact.Policy(bits),
     "none": lambda *_: None,
     "adaptive": lambda bits, _: jaxact.Policy(default=jaxact.Adaptive(bits)),
+    "allocated": allocated,
     "dots_saveable": lambda bits, _: jaxact.Policy(
         bits, recompute=jax.checkpoint_policies.dots_saveable
     ),
     "inputs": lambda bits, _: jaxact.Policy(
         bits, recompute=jax.checkpoint_policies.nothing_saveable
     ),
-    "actnn": lambda _, measure: policies.actnn(3, measured=measure()),
-    "gact": lambda bits, measure: policies.gact(bits, measured=measure()),
+    "actnn": lambda _, measure: policies.actnn(3, measured=measure(DEFAULT)),
+    "gact": lambda bits, measure: policies.gact(bits, measured=measure(DEFAULT)),
     "division": lambda bits, _: policies.division(bits),
-    "acgc": lambda _, measure: policies.acgc(0.1, measured=measure()),
+    "acgc": lambda _, measure: policies.acgc(0.1, measured=measure(DEFAULT)),
 }
 
 
@@ -108,9 +118,8 @@ def run(training: Training, options: argparse.Namespace) -> State:
         return state
     state, first = fresh(training), next(training.batches(0))
     # Before a checkpoint is read, so that who goes on from it measures the same.
-    policy = POLICIES[options.policy](
-        options.bits, lambda: sensitivity(training, state, first)
-    )
+    measure = lambda policy: sensitivity(training, state, first, policy)
+    policy = POLICIES[options.policy](options.bits, measure)
     shardings = training.shardings(state)
     step = training_step(training.loss(policy), training.optimizer, shardings)
     record(options.checkpoint, training.name, options)
@@ -147,7 +156,7 @@ def _from_step(start: int, num_steps: int, folder: Path) -> str:
 def dry_run(training: Training, options: argparse.Namespace) -> tuple[State, Table]:
     """The state's shapes and the memory of a step, of any size on any machine."""
 
-    def measure() -> jaxact.Sensitivity:
+    def measure(_: jaxact.Policy) -> jaxact.Sensitivity:
         raise ValueError(
             f"--policy {options.policy} measures a step, and --dry-run runs none: "
             "another policy is required, or no --dry-run."
@@ -249,10 +258,12 @@ def _ended_alone(folder: Path | None) -> Iterator[None]:
         )
 
 
-def sensitivity(training: Training, state: State, batch: Any) -> jaxact.Sensitivity:
+def sensitivity(
+    training: Training, state: State, batch: Any, policy: jaxact.Policy
+) -> jaxact.Sensitivity:
     """The noise that rounding adds to the gradient, before a step is taken."""
     return jaxact.sensitivity(
-        training.loss(jaxact.Policy()),
+        training.loss(policy),
         *(state.params, state.statistics, training.part(batch)),
         has_aux=True,
     )

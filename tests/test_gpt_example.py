@@ -215,12 +215,12 @@ def test_every_policy_stores_what_backward_needs():
 
     training = toy()
     state, batch = loop.fresh(training), next(training.batches(0))
-    measured = loop.sensitivity(training, state, batch)
+    measured = loop.sensitivity(training, state, batch, jaxact.Policy())
     arguments = state.params, state.statistics, batch
     stored = {}
     for name in loop.POLICIES:
         chosen = options("--policy", name, "--bits", 2)
-        policy = loop.POLICIES[chosen.policy](chosen.bits, lambda: measured)
+        policy = loop.POLICIES[chosen.policy](chosen.bits, lambda _: measured)
         loss = training.loss(policy)
         table = jaxact.residuals(
             lambda *a, loss=loss: loss(*a)[0], *arguments, argnums=0
