@@ -70,11 +70,11 @@ _FIXED_LEVELS = {
 }
 
 
-def _per_sample(bits: int) -> Codec:
+def _per_sample(bits: float) -> Codec:
     return PerSample(float(bits)) if bits <= 8 else Exact()
 
 
-def _per_sample_in_host_memory(bits: int) -> Codec:
+def _per_sample_in_host_memory(bits: float) -> Codec:
     return Offload(_per_sample(bits))
 
 

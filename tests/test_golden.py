@@ -28,7 +28,7 @@ SUBJECTS = [
     *(Affine(bits, group_size=64) for bits in range(1, 9)),
     Affine(4, "float16", 32, stochastic=False),
     *(Dithered(bits, group_size=64) for bits in (1, 2, 8)),
-    *(Rotated(bits, group_size=64) for bits in (1, 2, 3, 4, 8)),
+    *(Rotated(bits, group_size=64) for bits in (0.5, 1, 2, 3, 4, 8)),
     Rotated(2, group_size=96),
     Rotated(2, group_size=64, is_adaptive=True),
     Planes(2.5, group_size=64),

@@ -11,9 +11,10 @@ examples/data.py), else data that comes with a dependency.
 
 A seed fixes the initial parameters and the order of the data, the same for every
 configuration. `1bit-allocated` measures four times in a training which residuals add
-most noise, and gives them the second bit that exponentials have before. Each run adds a
-line of JSON to `--output`, and the table that is printed sums up all of that file: long
-jobs can be split by task, configuration and seed.
+most noise, and gives them the second bit that exponentials have before; with `-half`
+those that add least have half a bit, for others. Each run adds a line of JSON to
+`--output`, and the table that is printed sums up all of that file: long jobs can be
+split by task, configuration and seed.
 """
 
 import argparse
@@ -58,10 +59,12 @@ class Allocated:
 
     Attributes:
       first: the policy, whose formats are measured; in use until then.
+      ladder: the bits to choose from.
       at: when they are measured and bits are given anew, as shares of the training.
     """
 
     first: jaxact.Policy
+    ladder: tuple[float, ...] = (1, 2, 3, 4, 6, 8, 16)
     at: tuple[float, ...] = (0.1, 0.25, 0.5, 0.75)
 
     def steps(self, num_steps: int) -> list[int]:
@@ -71,11 +74,16 @@ class Allocated:
         used = {row.key: row.bits or row.exact_bits for row in measured.rows}
         bits = measured.average_bits(used)
         formats = jaxact.Policy(default=self.first.default)
-        return jaxact.allocate(measured, bits=bits).policy(formats)
+        allocation = jaxact.allocate(measured, bits=bits, ladder=self.ladder)
+        return allocation.policy(formats)
 
 
 Config: TypeAlias = jaxact.Policy | Allocated | None
 
+ONE_BIT = jaxact.Policy(
+    default=jaxact.Adaptive(1),
+    rules=(jaxact.Rule(jaxact.Adaptive(2), primitive="exp"),),
+)
 CONFIGS: dict[str, Config] = {
     "uncompressed": None,
     "4bits": jaxact.Policy(),
@@ -86,12 +94,8 @@ CONFIGS: dict[str, Config] = {
     "1bit-dithered": dithered(1),
     "2bits-adaptive": jaxact.Policy(default=jaxact.Adaptive(2)),
     "1bit-adaptive": jaxact.Policy(default=jaxact.Adaptive(1)),
-    "1bit-allocated": Allocated(
-        jaxact.Policy(
-            default=jaxact.Adaptive(1),
-            rules=(jaxact.Rule(jaxact.Adaptive(2), primitive="exp"),),
-        )
-    ),
+    "1bit-allocated": Allocated(ONE_BIT),
+    "1bit-allocated-half": Allocated(ONE_BIT, (0.5, 1, 2, 3, 4, 6, 8, 16)),
     "4bits-dots": jaxact.Policy(bits=4, recompute=DOTS),
     "2bits-dots": jaxact.Policy(bits=2, recompute=DOTS),
 }

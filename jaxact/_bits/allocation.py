@@ -23,7 +23,7 @@ class Allocation(Tabular):
       ValueError: the keys in `bits` are not those in `measured`.
     """
 
-    bits: tuple[tuple[str, int], ...]
+    bits: tuple[tuple[str, float], ...]
     measured: Sensitivity
 
     def __post_init__(self) -> None:
@@ -53,7 +53,7 @@ class Allocation(Tabular):
     def policy(
         self,
         base: Policy | None = None,
-        action: Callable[[int], Action] | None = None,
+        action: Callable[[float], Action] | None = None,
     ) -> Policy:
         """`base` with a rule for each residual.
 
@@ -69,7 +69,7 @@ class Allocation(Tabular):
         base = Policy() if base is None else base
         rows = {row.key: row for row in self.measured.rows}
 
-        def chosen(row: Cost, bits: int) -> Action:
+        def chosen(row: Cost, bits: float) -> Action:
             width = EXACT if bits >= row.exact_bits else bits
             return action_of(width, row.action) if action is None else action(width)
 
@@ -111,7 +111,7 @@ class Allocation(Tabular):
         columns: list[Column[Cost]] = [
             Column("key", lambda row: row.key),
             Column("elements", lambda row: f"{row.size:,}", is_number=True),
-            Column("bits", lambda row: str(chosen[row.key]), is_number=True),
+            Column("bits", lambda row: f"{chosen[row.key]:g}", is_number=True),
             Column("error", lambda row: f"{error(row):.3g}", is_number=True),
             Column(
                 "relative",

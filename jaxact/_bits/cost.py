@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from jaxact._codec import Action, Adaptive, Dithered, Rotated
 from jaxact._saved import Saved
 from jaxact._tabular import Column, Tabular
-from jaxact_kernels.rotated.group import NORMAL_ERROR
+from jaxact_kernels.rotated.group import HALF_BIT, NORMAL_ERROR
 
 # Rounding normal values to b bits, in groups of 256 with range R, adds this multiple of
 # S(b) to their variance 1: the mean of R^2 / 6.
@@ -25,22 +25,23 @@ NORMAL_GROUP = 5.38
 _BFLOAT16_ERROR = 2.76e-6
 
 
-def levels_variance(bits: int | str, action: Action | None = None) -> float:
+def levels_variance(bits: float | str, action: Action | None = None) -> float:
     """S(b), the factor on a residual's `variance` at b bits; S(1) is 1.
 
     (2^b - 1)^-2, and for the rotated formats the squared error of normal values. From 9
     to 16 bits are bfloat16; more, or 'exact', add nothing.
 
     Args:
-      bits: an element's.
+      bits: an element's: an integer, or 0.5 in a rotated format.
       action: the format up to 8 bits; None: `Quantize`.
     """
     if bits == "exact":
         return 0.0
-    if not isinstance(bits, int) or bits < 1:
+    is_half = bits == HALF_BIT and isinstance(action, Rotated)
+    if isinstance(bits, str) or not (is_half or (bits >= 1 and bits == int(bits))):
         raise ValueError(
-            f"levels_variance({bits!r}): bits must be an integer of at least 1 or "
-            "'exact'."
+            f"levels_variance({bits!r}, {action}): bits must be an integer of at least "
+            "1, 'exact', or, for Rotated and Adaptive, 0.5."
         )
     if bits > 16:
         return 0.0
@@ -48,11 +49,11 @@ def levels_variance(bits: int | str, action: Action | None = None) -> float:
     return error / _normal_error(1, action)
 
 
-def _normal_error(bits: int, action: Action | None) -> float:
+def _normal_error(bits: float, action: Action | None) -> float:
     """The squared error of normal values with variance 1, in groups of 256."""
     rounded = NORMAL_GROUP * (2**bits - 1) ** -2
     dithered = rounded / 2  # a twelfth of a squared step instead of a sixth
-    if isinstance(action, Adaptive):
+    if isinstance(action, Adaptive) and bits != HALF_BIT:
         return min(NORMAL_ERROR[bits], dithered)
     if isinstance(action, Rotated):
         return NORMAL_ERROR[bits]
@@ -71,9 +72,13 @@ class Cost(Saved):
         the error's expected squared norm. S(1) is 1, and S is that of the format in
         `action`. Where it is not finite, the residual must stay exact.
       signal: squared norm that the gradient has to which the error is added.
-      bits: at which it was measured; None for a formula.
+      bits: of an element as measured; None for a formula.
       action: with which it was measured; an allocation keeps its format. None: an
         allocation takes `Quantize`.
+      is_linear: whether the gradient is linear in it, as not in values that a softmax
+        or a norm makes. Where it is not, products of two errors add to `error` below a
+        bit: the exponentials of a small transformer added 31 times the signal at half
+        a bit, and not 0.8 as 2 bits foretold.
     """
 
     key: str
@@ -81,15 +86,16 @@ class Cost(Saved):
     itemsize: int
     variance: float
     signal: float
-    bits: int | None
+    bits: float | None
     action: Action | None = None
+    is_linear: bool = True
 
     @property
     def exact_bits(self) -> int:
         """Bits that an uncompressed element has; so many store it exactly."""
         return 8 * self.itemsize
 
-    def error(self, bits: int) -> float:
+    def error(self, bits: float) -> float:
         """The variance that storing at `bits` adds; infinite where it is unknown."""
         if bits >= self.exact_bits:
             return 0.0
@@ -137,7 +143,7 @@ class Sensitivity(Tabular):
                 "keys must be distinct. Use Sensitivity.merge to average measurements."
             )
 
-    def error(self, bits: Mapping[str, int]) -> float:
+    def error(self, bits: Mapping[str, float]) -> float:
         """The variance added in total when each key is stored at its bits.
 
         Raises:
@@ -151,7 +157,7 @@ class Sensitivity(Tabular):
             )
         return sum(row.error(bits[row.key]) for row in self.rows)
 
-    def average_bits(self, bits: Mapping[str, int]) -> float:
+    def average_bits(self, bits: Mapping[str, float]) -> float:
         """Stored bits per element when each key is stored at its bits."""
         stored = sum(row.size * bits[row.key] for row in self.rows)
         return stored / max(1, sum(row.size for row in self.rows))
@@ -208,7 +214,7 @@ def relative_text(error: float, signal: float) -> str:
 def _bits_text(row: Cost) -> str:
     if not math.isfinite(row.variance):
         return "exact"
-    return "-" if row.bits is None else str(row.bits)
+    return "-" if row.bits is None else f"{row.bits:g}"
 
 
 def _error_text(row: Cost) -> str:

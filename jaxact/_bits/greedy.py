@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 from jaxact._bits.allocation import Allocation
 from jaxact._bits.cost import Cost, Sensitivity
-from jaxact._bits.widths import ACTIONS
+from jaxact._bits.widths import ACTIONS, least_bits
+from jaxact_kernels.rotated import HALF_BIT
 
 LADDER = (1, 2, 3, 4, 6, 8, 16)
 
@@ -26,7 +27,7 @@ def allocate(
     *,
     bits: float | None = None,
     e2: float | None = None,
-    ladder: Sequence[int] = LADDER,
+    ladder: Sequence[float] = LADDER,
 ) -> Allocation:
     """Choose bits for each residual: least error for a budget, or the reverse.
 
@@ -45,8 +46,9 @@ def allocate(
         gradient's squared norm; the fewest bits that keep it. The split is global: a
         share that some residual does not need another may use.
       ladder: the bits to choose from: 1 to 8 (in the format that was measured), 16
-        (bfloat16; exact for residuals that have 16) and 32 (exact). A residual whose
-        variance is not finite stays exact in any case.
+        (bfloat16; exact for residuals that have 16) and 32 (exact); and 0.5, in
+        `Rotated` and `Adaptive` and where `Cost.is_linear`, which is 1 for others. A
+        residual whose variance is not finite stays exact in any case.
 
     Raises:
       ValueError: both or neither given, `bits` and `e2`; one out of range; an empty
@@ -73,15 +75,19 @@ def allocate(
     return Allocation(tuple((row.key, r[i]) for row, r, i in chosen), measured)
 
 
-def _rungs(row: Cost, widths: Sequence[int]) -> list[int]:
-    """The widths for one residual, ascending; its own width stands for all above."""
+def _rungs(row: Cost, widths: Sequence[float]) -> list[float]:
+    """The widths for one residual, ascending.
+
+    Its own width stands for all above, its least for all below.
+    """
     if not math.isfinite(row.variance):
         return [row.exact_bits]
-    return sorted({min(b, row.exact_bits) for b in widths})
+    least = least_bits(row.action) if row.is_linear else 1
+    return sorted({min(max(b, least), row.exact_bits) for b in widths})
 
 
 def _rise(
-    measured: Sensitivity, rungs: Sequence[Sequence[int]], bits: float
+    measured: Sensitivity, rungs: Sequence[Sequence[float]], bits: float
 ) -> list[int]:
     """Positions on the ladders, from the bottom up while the budget lasts."""
     rows = measured.rows
@@ -107,7 +113,7 @@ def _rise(
 
 
 def _descend(
-    measured: Sensitivity, rungs: Sequence[Sequence[int]], e2: float
+    measured: Sensitivity, rungs: Sequence[Sequence[float]], e2: float
 ) -> list[int]:
     """Positions on the ladders, from the top down while the error bound lasts."""
     rows = measured.rows
@@ -186,10 +192,10 @@ def _require_one(measured: Sensitivity, bits: float | None, e2: float | None) ->
         )
 
 
-def _widths(ladder: Sequence[int]) -> list[int]:
-    if not ladder or any(b not in ACTIONS for b in ladder):
+def _widths(ladder: Sequence[float]) -> list[float]:
+    if not ladder or any(b not in (HALF_BIT, *ACTIONS) for b in ladder):
         raise ValueError(
-            f"allocate(ladder={tuple(ladder)}): bits from 1 to 8, 16 (bfloat16) and 32 "
-            "(exact) are required."
+            f"allocate(ladder={tuple(ladder)}): 0.5, bits from 1 to 8, 16 (bfloat16) "
+            "and 32 (exact) are required."
         )
     return sorted(set(ladder))

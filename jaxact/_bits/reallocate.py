@@ -22,7 +22,7 @@ def reallocate(
     gain: float = 0.25,
     bits: float | None = None,
     e2: float | None = None,
-    ladder: Sequence[int] = LADDER,
+    ladder: Sequence[float] = LADDER,
 ) -> Allocation:
     """Allocate anew where it pays, else return `current` itself.
 

@@ -7,6 +7,7 @@ from types import MappingProxyType
 import jax.numpy as jnp
 
 from jaxact._codec import Action, Adaptive, Cast, Dithered, Exact, Quantize, Rotated
+from jaxact_kernels.rotated import HALF_BIT
 
 EXACT = 32
 # The formats with 1 to 8 bits for each element, the same for all.
@@ -17,7 +18,12 @@ ACTIONS: Mapping[int, Action] = MappingProxyType(
 )
 
 
-def action_of(bits: int, measured: Action | None = None) -> Action:
+def least_bits(measured: Action | None) -> float:
+    """The fewest bits of an element in the format of a measured action."""
+    return HALF_BIT if isinstance(measured, Rotated) else 1
+
+
+def action_of(bits: float, measured: Action | None = None) -> Action:
     """A format up to 8 bits, Cast(bfloat16) up to 16, Exact() beyond.
 
     Args:

@@ -31,6 +31,7 @@ from jaxact._codec import (
 from jaxact._jaxpr.labels import DERIVATIVE
 from jaxact._memory.targets import Gpu
 from jaxact._residual import Residual
+from jaxact_kernels.rotated.group import HALF_BIT, NORMAL_ERROR
 
 # Those that read and write whole arrays; XLA fuses `Quantize` with the operations near.
 # The backward pass of ResNet-50's first block needs 280 MiB more with `Dithered`, a
@@ -88,6 +89,8 @@ def relative_error(action: Action, residual: Residual) -> float:
     errors = _errors(residual).get(type(action))
     if errors is None:  # as `Quantize` at these bits, which need not be whole
         return NORMAL_GROUP * (2.0**action.bits - 1) ** -2
+    if action.bits == HALF_BIT:
+        return errors[0] * NORMAL_ERROR[HALF_BIT] / NORMAL_ERROR[1]
     bits = round(action.bits)
     return errors[min(bits, 4) - 1] * 4.0 ** min(0, 4 - bits)
 
@@ -122,9 +125,9 @@ def stored_bytes(action: Action, residual: Residual, copies: int) -> int:
         return copies * math.prod(shape) * dtype.itemsize
     if type(action) in FORMATS and getattr(action, "group_size", 0) == 256:
         first, second = (_encoded(Quantize(b), shape, dtype) for b in (1, 2))
-        bits = round(action.bits or 0)
+        bits = action.bits or 0
         seed = 0 if isinstance(action, Quantize) else _SEED_BYTES
-        return copies * (first + (bits - 1) * (second - first) + seed)
+        return copies * (first + int((bits - 1) * (second - first)) + seed)
     return copies * _encoded(action, shape, dtype)
 
 

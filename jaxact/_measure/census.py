@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxact._bits.cost import Cost, levels_variance
-from jaxact._codec import Action
+from jaxact._codec import Action, Bias
 from jaxact._jaxpr.compat import open_jaxpr
 from jaxact._jaxpr.primitives import CHECKPOINTS
 from jaxact._jaxpr.rewrite import without_unused
@@ -24,21 +24,23 @@ class Rounded(NamedTuple):
     Attributes:
       size: elements, over all copies.
       itemsize: bytes of an element when exact.
-      bits: of an element as stored, to the nearest.
+      bits: of an element as stored, to the nearest from 1 on.
       action: that stores it.
+      is_linear: as in `Cost`.
     """
 
     key: str
     size: int
     itemsize: int
-    bits: int
+    bits: float
     action: Action
+    is_linear: bool
 
     def cost(self, error: float, signal: float) -> Cost:
         """The cost of rounding it, given the squared error at its bits."""
         variance = error / levels_variance(self.bits, self.action)
         stored = self.size, self.itemsize, variance, signal, self.bits, self.action
-        return Cost(self.key, *stored)
+        return Cost(self.key, *stored, self.is_linear)
 
 
 def census(
@@ -64,10 +66,14 @@ def census(
         decision = eqn.params["decision"]
         bits, key = _bits(decision.action), decision.residual.key
         if bits is not None:
-            before = rounded[key].size if key in rounded else 0
-            size = before + math.prod(eqn.params["shape"]) * copies
+            size = math.prod(eqn.params["shape"]) * copies
+            is_linear = decision.bias in (Bias.UNBIASED, Bias.OVER_ROTATIONS)
+            if key in rounded:
+                size += rounded[key].size
+                is_linear = is_linear and rounded[key].is_linear
             itemsize = decision.residual.dtype.itemsize
-            rounded[key] = Rounded(key, size, itemsize, bits, decision.action)
+            facts = size, itemsize, bits, decision.action, is_linear
+            rounded[key] = Rounded(key, *facts)
     return tuple(rounded.values())
 
 
@@ -94,8 +100,8 @@ def _marks_inside(eqn: Eqn, copies: int) -> Iterator[tuple[Eqn, int]]:
                 yield from _marks(inner, repeated)
 
 
-def _bits(action: Action) -> int | None:
-    """Bits of an element, to the nearest; None where nothing is measurably rounded."""
+def _bits(action: Action) -> float | None:
+    """Of an element, to the nearest from 1 on; None where nothing is rounded."""
     if action.is_lossless or action.bits is None or action.bits >= 32:
         return None
-    return max(1, round(action.bits))
+    return round(action.bits) if action.bits >= 1 else action.bits

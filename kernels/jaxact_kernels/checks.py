@@ -17,7 +17,7 @@ INTEGERS = ("int8", "int16", "int32", "uint8", "uint16", "uint32")
 MORE_PRECISION = "for more precision store the array as it is or cast it"
 
 
-def check_bits(bits: int, noun: str, instead: str = MORE_PRECISION) -> None:
+def check_bits(bits: float, noun: str, instead: str = MORE_PRECISION) -> None:
     """Require an integer from 1 to 8; `noun` is the thing that takes these bits."""
     is_int = isinstance(bits, int) and not isinstance(bits, bool)
     if not is_int or not 1 <= bits <= MAX_BITS:

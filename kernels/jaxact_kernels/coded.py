@@ -20,19 +20,28 @@ class CodedOperation(Operation):
     """An operation with words of codes, and 32 bits for each group.
 
     Attributes:
-        bits: in a code.
+        bits: in a code; in the rotated format also half a bit for an element.
         group_size: most elements that share metadata.
     """
 
-    bits: int
+    bits: float
     group_size: int = 256
 
     format: ClassVar[str]
 
     def check(self) -> None:
         """Raise `ValueError` where the format does not hold such an array."""
-        checks.check_bits(self.bits, "a code")
+        self.check_bits()
         checks.check_float(self.dtype, self.shape, self.format)
+
+    def check_bits(self) -> None:
+        """Raise `ValueError` where codes do not have so many bits."""
+        checks.check_bits(self.bits, "a code")
+
+    @property
+    def num_words(self) -> int:
+        """Words that a group's codes take."""
+        return words.num_words(self.layout.group, int(self.bits))
 
     @property
     def layout(self) -> Layout:
@@ -63,7 +72,7 @@ class CodedOperation(Operation):
         """Require words and metadata, and arrays that `others` describe."""
         layout = self.layout
         groups = (*layout.lead, layout.num_groups)
-        packed = (*groups, words.num_words(layout.group, self.bits))
+        packed = (*groups, self.num_words)
         required = [checks.described("uint32", each) for each in (packed, groups)]
         options = {"bits": self.bits, "group_size": self.group_size}
         checks.check_stored(stored, [*required, *others], shape=self.shape, **options)

@@ -12,7 +12,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jax.typing import DTypeLike
 
-from jaxact_kernels import words
 from jaxact_kernels.block import elements_shape, output
 from jaxact_kernels.config import Config
 from jaxact_kernels.tiles import Tiles
@@ -29,8 +28,7 @@ def launch_encode(
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Words and metadata of `x`; scalars that are None are left out."""
-    layout = tiles.layout
-    num_words = words.num_words(layout.group, tiles.bits)
+    layout, num_words = tiles.layout, tiles.num_words
     packed, metadata = pl.pallas_call(
         kernel,
         grid=(tiles.num_blocks,),
@@ -61,8 +59,7 @@ def launch_decode(
     interpret: bool,
 ) -> jax.Array:
     """The array; `operands` are shaped like it."""
-    layout = tiles.layout
-    num_words = words.num_words(layout.group, tiles.bits)
+    layout, num_words = tiles.layout, tiles.num_words
     x = pl.pallas_call(
         kernel,
         grid=(tiles.num_blocks,),

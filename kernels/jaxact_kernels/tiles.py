@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from jaxact_kernels.layout import Layout
-from jaxact_kernels.words import WORD_BITS, fields
+from jaxact_kernels.words import WORD_BITS, fields, num_words
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,9 +42,19 @@ class Tiles:
         return WORD_BITS // self.finest
 
     @property
+    def coded(self) -> range:
+        """The tiles that have codes."""
+        return range(self.count)
+
+    @property
     def width(self) -> int:
         """Elements in a tile."""
         return self.layout.group // self.count
+
+    @property
+    def num_words(self) -> int:
+        """Words that a group's codes take."""
+        return num_words(self.layout.group, self.bits)
 
     @property
     def padded_width(self) -> int:

@@ -10,6 +10,7 @@ from jaxact import (
     Dithered,
     PerSample,
     Quantize,
+    Rotated,
     Sensitivity,
     allocate,
 )
@@ -32,3 +33,31 @@ def test_an_allocation_keeps_the_format_that_was_measured(action, allocated):
     assert [rule.action for rule in policy.rules] == [allocated]
     wide = allocate(Sensitivity((row,), 1.0), bits=16).policy()
     assert [rule.action for rule in wide.rules] == [Cast(jnp.bfloat16)]
+
+
+@pytest.mark.parametrize("kind", [Rotated, Adaptive])
+def test_half_a_bit_pays_for_others(kind):
+    """9 parts that add little, stored at half a bit, pay for one that adds much."""
+    costs = {"loud": 1.0} | {f"quiet{i}": 1e-4 for i in range(9)}
+    rows = tuple(Cost(k, 256, 4, v, 1.0, 1, kind(1)) for k, v in costs.items())
+    measured = Sensitivity(rows, 1.0)
+    allocation = allocate(measured, bits=1)
+    # 6 bits for one do not fit, so the rest goes to three of the others.
+    assert [bits for _, bits in allocation.bits] == [4, 1, 1, 1, *6 * [0.5]]
+    assert allocation.average_bits == 1
+    whole = allocate(measured, bits=1, ladder=range(1, 9))
+    assert allocation.error < 0.05 * whole.error
+    rules = allocation.policy().rules
+    assert [rule.action for rule in rules[3:5]] == [kind(1), kind(0.5)]
+    assert "0.5" in str(allocation)
+
+
+def test_formats_with_whole_bits_have_at_least_one():
+    rows = (
+        Cost("a", 256, 4, 1.0, 1.0, 4, Quantize(4)),
+        Cost("b", 256, 4, 1.0, 1.0, 4, Rotated(4)),
+    )
+    allocation = allocate(Sensitivity(rows, 1.0), bits=0.75, ladder=(0.5,))
+    assert allocation.bits == (("a", 1), ("b", 0.5))
+    with pytest.raises(ValueError, match="at least 0.75 bits on average"):
+        allocate(Sensitivity(rows, 1.0), bits=0.7)

@@ -15,8 +15,9 @@ WIDTHS = tuple(range(1, 9))
 def test_levels_variance():
     assert [levels_variance(b) for b in (1, 2, 4)] == [1, 1 / 9, 1 / 225]
     assert levels_variance(32) == levels_variance("exact") == 0
-    with pytest.raises(ValueError, match="at least 1"):
-        levels_variance(0)
+    for bits, action in ((0, None), (0.5, None), (0.5, Dithered(1)), (1.5, Rotated(1))):
+        with pytest.raises(ValueError, match="at least 1"):
+            levels_variance(bits, action)
 
 
 @pytest.mark.parametrize("kind", [Quantize, Dithered, Rotated, Adaptive])
@@ -34,7 +35,8 @@ def test_levels_variance_is_the_error_of_the_format(kind):
         return float(((run(x, jnp.uint32(1)) - x) ** 2).mean())
 
     of_four = error(kind(4)) / levels_variance(4, kind(4))
-    for bits in (b for b in WIDTHS if b > 1 or kind is not Quantize):
+    half = (0.5,) if issubclass(kind, Rotated) else ()
+    for bits in (b for b in (*half, *WIDTHS) if b > 1 or kind is not Quantize):
         wanted = levels_variance(bits, kind(bits))
         assert error(kind(bits)) / of_four == pytest.approx(wanted, rel=0.06), bits
 
@@ -55,7 +57,8 @@ def test_sixteen_bits_are_bfloat16():
 @pytest.mark.parametrize("action", [None, Dithered(1), Rotated(1), Adaptive(1)])
 def test_every_ladder_is_convex(itemsize, action):
     """So greedy steps come in order, and no rung has to be skipped."""
-    bits = [b for b in (*WIDTHS, 16, 32) if b <= 8 * itemsize]
+    half = (0.5,) if isinstance(action, Rotated) else ()
+    bits = [b for b in (*half, *WIDTHS, 16, 32) if b <= 8 * itemsize]
     row = Cost("r", 1, itemsize, 1.0, 1.0, None, action)
     slopes = np.diff([row.error(b) for b in bits]) / np.diff(bits)
     assert (np.diff(slopes) > 0).all() and slopes[-1] < 0

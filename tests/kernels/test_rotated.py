@@ -1,5 +1,7 @@
 """The rotated format against its NumPy twin, bit for bit, and its special values."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,10 +38,12 @@ def test_words_and_values_equal_the_oracle(subject, shape):
     check_against_oracle(subject, sample(subject, shape, seed=1), 7)
 
 
-@pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 8])
-@pytest.mark.parametrize("is_adaptive", [False, True])
+@pytest.mark.parametrize(
+    "bits, is_adaptive",
+    [(0.5, False), *itertools.product((1, 2, 3, 4, 5, 8), (False, True))],
+)
 def test_every_kind_of_group_equals_the_oracle(bits, is_adaptive):
-    rng = np.random.default_rng(bits)
+    rng = np.random.default_rng(int(2 * bits))
     x = rng.standard_normal((12, 64)).astype(np.float32)
     x[0], x[1], x[2, 3], x[3, 5] = 0, 1 / 3, np.nan, np.inf
     x[4], x[5] = np.maximum(x[4], 0), np.sign(x[5])
@@ -59,8 +63,10 @@ def round_trip(subject, x, seed=3):
     return np.asarray(decode(encode(jnp.asarray(x), np.uint32(seed))))
 
 
-@pytest.mark.parametrize("is_adaptive", [False, True])
-@pytest.mark.parametrize("bits", [1, 4, 8])
+@pytest.mark.parametrize(
+    "bits, is_adaptive",
+    [(0.5, False), *itertools.product((1, 4, 8), (False, True))],
+)
 def test_special_values(bits, is_adaptive):
     subject = Rotated(bits, "float32", 64, is_adaptive)
     x = np.asarray(sample(subject, (6, 128))).copy()
@@ -119,12 +125,14 @@ def test_float64_beyond_float32_counts_as_infinite():
     [
         {"bits": 0},
         {"bits": 9},
+        {"bits": 1.5},
+        {"bits": 0.5, "is_adaptive": True},
         {"group_size": 48},
         {"group_size": 8192},
         {"x": jnp.zeros(4, jnp.int32)},
         {"seed": jnp.zeros(2, jnp.uint32)},
     ],
-    ids=lambda given: str(next(iter(given.items()))),
+    ids=str,
 )
 def test_encode_refuses(given):
     arguments = {"x": jnp.ones(4), "seed": jnp.uint32(0), "bits": 4} | given

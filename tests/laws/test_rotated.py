@@ -87,6 +87,8 @@ def error(subject, name):
         *((4, name) for name in ("after a ReLU", "one of 256", "one of 96")),
         *((2, name) for name in ("two of 160", "one of 256", "padded")),
         *((bits, "normal") for bits in (1, 3, 4, 8)),
+        *((0.5, name) for name in ("normal", "two values", "one of 96", "padded")),
+        *((0.5, name) for name in ("four of 256", "two of 160", "a large channel")),
     ],
 )
 def test_bias_is_below_its_bound(bits, name):
@@ -112,7 +114,8 @@ def test_values_do_not_shrink(bits, is_adaptive):
 @pytest.mark.parametrize(
     "bits, name",
     [
-        *((bits, "normal") for bits in (1, 2, 3, 4, 6, 8)),
+        *((bits, "normal") for bits in (0.5, 1, 2, 3, 4, 6, 8)),
+        *((0.5, name) for name in ("two values", "four of 256", "one of 96")),
         *((2, name) for name in ("one of 256", "exponentials", "a large channel")),
         *((1, name) for name in ("two values", "four of 256", "one of 96")),
     ],

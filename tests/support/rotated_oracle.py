@@ -18,6 +18,7 @@ LEVELS = {
     4: [66, 199, 336, 482, 643, 828, 1059, 1399],
 }
 EVEN = oracle.BF16[len(oracle.BF16) // 2 % 2 :: 2]  # 0 and bfloat16 whose last bit is 0
+HALF = 0.5  # bits: codes of one bit for every other 16 elements
 STEPS = {5: 771, 6: 426, 7: 233, 8: 126}
 ERROR = {1: 0.5708, 2: 0.1331, 3: 0.03578, 4: 0.009592}
 ERROR |= {5: 0.003507, 6: 0.001041, 7: 0.0003044, 8: 0.0000877}
@@ -147,13 +148,33 @@ def level(number, bits):
     return LEVELS[bits][number] if bits in LEVELS else 2 * number + 1
 
 
+def coded(group, bits):
+    """The rotated elements that have codes."""
+    every_other = bits == HALF and group > 32
+    return [e for e in range(group) if not every_other or e // 16 % 2 == 0]
+
+
+def pack(codes, bits):
+    """Of a group's elements those that have codes, in whole words."""
+    chosen = codes[coded(len(codes), bits)]
+    chosen = np.append(chosen, np.zeros(-len(chosen) % 32, np.uint32))
+    return oracle.pack(chosen, max(1, int(bits)))
+
+
+def unpack(words, bits, group):
+    places, codes = coded(group, bits), np.zeros(group, np.uint32)
+    codes[places] = oracle.unpack(words, max(1, int(bits)))[: len(places)]
+    return codes
+
+
 def bits_of_size(group):
     return (31 - math.ceil(math.log2(group))) // 2
 
 
 def encode_group(distances, mean, power, seed, index, bits, dropped):
     """Codes, and the scale's bits."""
-    group = len(distances)
+    group, places = len(distances), coded(len(distances), bits)
+    bits = max(1, int(bits))
     key = key_of(seed, index, mean)
     squares, short = sum_of_squares(distances)
     length = max(exponent(np.float32(squares)), 0) if squares else 0
@@ -161,8 +182,7 @@ def encode_group(distances, mean, power, seed, index, bits, dropped):
     y = rotate(distances, key, unit)
     deviation = math.isqrt(squares // group * 4**short)
     numbers = [level_number(v, deviation, unit + 4, bits) for v in y]
-    pairs = zip(y, numbers, strict=True)
-    products = sum(abs(int(v)) * level(n, bits) for v, n in pairs)
+    products = sum(abs(int(y[e])) * level(numbers[e], bits) for e in places)
     codes = np.array(numbers, np.uint32) | (y < 0).astype(np.uint32) << (bits - 1)
     if products == 0 or squares == 0:
         return codes, 0
@@ -216,10 +236,11 @@ def encode(x, seed, *, bits, group_size, is_adaptive):
     for index in range(math.prod(lead) * num_groups):
         start = index % num_groups * group
         values = rows[index // num_groups][start : start + group]
-        zero, scale = oracle.metadata(values, bits, x.dtype)
+        width = max(1, int(bits))
+        zero, scale = oracle.metadata(values, width, x.dtype)
         if zero == 0x7FC0 or scale & 0x8000:
             codes = np.zeros(group, np.uint32)
-            plain = oracle.codes(values, zero, scale, 0x8000, bits)
+            plain = oracle.codes(values, zero, scale, 0x8000, width)
             codes[: len(values)] = plain
         else:
             distances, mean, power = centre(values, group)
@@ -240,16 +261,16 @@ def encode(x, seed, *, bits, group_size, is_adaptive):
                 finite = values[np.isfinite(values)]
                 values = np.clip(values, finite.min(), finite.max())
                 codes[: len(values)] = oracle.codes(values, clean, scale, noise, bits)
-        words.append(oracle.pack(codes, bits))
+        words.append(pack(codes, bits))
         metadata.append(zero << 16 | scale)
     shape = (*lead, num_groups)
-    words = np.array(words, np.uint32).reshape(*shape, group * bits // 32)
+    words = np.array(words, np.uint32).reshape(*shape, -1)
     return words, np.array(metadata, np.uint32).reshape(shape)
 
 
 def decode_group(code, zero, scale, seed, index, bits, is_adaptive):
-    if scale & 0x8000:
-        return oracle.decode_group(code, zero, scale)
+    if scale & 0x8000:  # a constant, whose codes are alike
+        return oracle.decode_group(np.full_like(code, code[0]), zero, scale)
     if is_adaptive and not scale & 1:
         clean = zero & ~1
         if not zero & 1:
@@ -260,8 +281,11 @@ def decode_group(code, zero, scale, seed, index, bits, is_adaptive):
         z, s = oracle._from_pattern(clean), oracle._from_pattern(scale)
         return (np.float64(z) + np.float64(s) * (code - draw + 0.5)).astype(np.float32)
     scale = scale & ~1 if is_adaptive else scale
-    magnitude = [level(int(c) & 2 ** (bits - 1) - 1, bits) for c in code]
-    q = np.where(code >> (bits - 1) & 1, -1, 1) * np.array(magnitude)
+    places, bits = coded(len(code), bits), max(1, int(bits))
+    magnitude = np.zeros(len(code), np.int64)
+    for e in places:
+        magnitude[e] = level(int(code[e]) & 2 ** (bits - 1) - 1, bits)
+    q = np.where(code >> (bits - 1) & 1, -1, 1) * magnitude
     most = LEVELS[bits][-1] if bits in LEVELS else 2**bits - 1
     fraction = math.floor(15 - math.log2(most * math.sqrt(len(code))))
     half = np.float32(oracle._from_pattern(scale) / 2)
@@ -273,10 +297,10 @@ def decode(words, metadata, seed, *, shape, dtype, bits, group_size, is_adaptive
     lead, row, num_groups, group = oracle.layout(shape, group_size)
     out = np.zeros((math.prod(lead), num_groups * group), np.float32)
     top = oracle.largest(dtype)
-    each = words.reshape(math.prod(lead) * num_groups, group * bits // 32)
+    each = words.reshape(math.prod(lead) * num_groups, -1)
     for index, (packed, pair) in enumerate(zip(each, metadata.flat, strict=True)):
         zero, scale = int(pair) >> 16, int(pair) & 0xFFFF
-        code = oracle.unpack(packed, bits)
+        code = unpack(packed, bits, group)
         value = decode_group(code, zero, scale, seed, index, bits, is_adaptive)
         start = index % num_groups * group
         out[index // num_groups, start : start + group] = np.clip(value, -top, top)

@@ -88,7 +88,7 @@ class Dithered:
 
 @dataclasses.dataclass(frozen=True)
 class Rotated:
-    bits: int
+    bits: float
     dtype: str = "float32"
     group_size: int = 256
     is_adaptive: bool = False
@@ -190,7 +190,8 @@ AFFINE = [
 PLANES = [Planes(2.0), Planes(2.5, "bfloat16", 64), Planes(4.3, "float16", 96, 3)]
 DITHERED = [Dithered(2), Dithered(8), Dithered(3, "bfloat16", 96), Dithered(1)]
 ROTATED = [
-    *(Rotated(bits) for bits in (1, 2, 3)),
+    *(Rotated(bits) for bits in (0.5, 1, 2, 3)),
+    Rotated(0.5, "bfloat16", 96),
     Rotated(4, "bfloat16", 96),
     Rotated(6, "float16", 512),
     Rotated(1, is_adaptive=True),

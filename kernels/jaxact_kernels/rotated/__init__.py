@@ -6,14 +6,15 @@ The stored format and its contracts are in `reference`.
 import jax
 import jax.numpy as jnp
 
-from jaxact_kernels import checks as _checks, words as _words
+from jaxact_kernels import checks as _checks
 from jaxact_kernels.dispatch import run
 from jaxact_kernels.layout import layout_of
-from jaxact_kernels.rotated.group import MOST_PER_GROUP
+from jaxact_kernels.rotated.group import HALF_BIT, MOST_PER_GROUP, num_words
 from jaxact_kernels.rotated.operations import Decode, Encode
 from jaxact_kernels.rotated.reference import Stored
 
 __all__ = [
+    "HALF_BIT",
     "MOST_PER_GROUP",
     "Decode",
     "Encode",
@@ -28,7 +29,7 @@ def encode(
     x: jax.Array,
     seed: jax.Array,
     *,
-    bits: int,
+    bits: float,
     group_size: int = 256,
     is_adaptive: bool = False,
     is_fused: bool = False,
@@ -42,7 +43,7 @@ def encode(
     Args:
         x: floating point, any shape. Groups run along the last axis, see `layout_of`.
         seed: `uint32[]`, may be traced. It is stored: decoding rotates back.
-        bits: 1 to 8.
+        bits: 1 to 8; or 0.5, with which half of the rotated elements have one bit.
         group_size: most elements that share a scale; a multiple of 32, at most 4096.
         is_adaptive: choose for each group between rotation, dither and stochastic
             rounding, by the error that is expected.
@@ -74,7 +75,7 @@ def decode(
     *,
     shape: tuple[int, ...],
     dtype: jax.typing.DTypeLike,
-    bits: int,
+    bits: float,
     group_size: int = 256,
     is_adaptive: bool = False,
     is_fused: bool = False,
@@ -102,13 +103,14 @@ def decode(
     return run(operation, stored, implementation=implementation)
 
 
-def stored_bytes(shape: tuple[int, ...], *, bits: int, group_size: int = 256) -> int:
+def stored_bytes(shape: tuple[int, ...], *, bits: float, group_size: int = 256) -> int:
     """Bytes that `encode` stores: words, 4 for each group, and 4 for the seed.
 
     >>> stored_bytes((8, 1024), bits=2)
     2180
     """
-    _checks.check_bits(bits, "a code")
+    if bits != HALF_BIT:
+        _checks.check_bits(bits, "a code")
     layout = layout_of(tuple(shape), group_size)
-    words = _words.num_words(layout.group, bits)
+    words = num_words(layout.group, bits)
     return 4 + layout.total_groups * 4 * (words + 1)

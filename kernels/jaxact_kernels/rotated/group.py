@@ -15,6 +15,7 @@ from jax import lax
 
 from jaxact_kernels.affine.group import pattern
 from jaxact_kernels.rotated.centred import exponent_of, fixed_bits, power_of_two
+from jaxact_kernels.words import WORD_BITS, num_words as words_of
 
 # Positive levels with the least squared error for a standard normal (Lloyd 1982; Max
 # 1960, "Quantizing for minimum distortion"), in units of 1 / 512.
@@ -27,13 +28,40 @@ LEVELS = {
 # Above, levels lie half a step from zero and a step apart, in units of 1 / 4096; these
 # steps have the least squared error.
 STEPS = {5: 771, 6: 426, 7: 233, 8: 126}
-# Expected squared error over squared values, with the unbiased scale.
+# Bits an element: codes of one bit for half of a group's rotated elements, over which
+# the rotation has spread all of them.
+HALF_BIT = 0.5
+EVERY_OTHER = 16  # elements that have codes or have none together
+# Expected squared error over squared values, with the unbiased scale. At half a bit it
+# is pi - 1: signs of a share k of the elements leave pi / 2 / k - 1.
 NORMAL_ERROR = {
+    HALF_BIT: 2.1416,
     **{1: 0.5708, 2: 0.1331, 3: 0.03578, 4: 0.009592},
     **{5: 0.003507, 6: 0.001041, 7: 0.0003044, 8: 0.0000877},
 }
 MOST_PER_GROUP = 4096
 SMALLEST_EXPONENT = np.int32(19)  # of a scale: 2**-108, as in the affine format
+
+
+def code_bits(bits: float) -> int:
+    """Bits in a code, where an element takes `bits` on average."""
+    return 1 if bits == HALF_BIT else int(bits)
+
+
+def num_coded(group: int, bits: float) -> int:
+    """How many of a group's rotated elements have codes: at half a bit every other 16.
+
+    So few at a time, that half of each window has codes (`rotation.windows`); with 32
+    at a time 2e-3 of the squared error was bias in groups of 224. A group of 32, whose
+    codes take a word in any case, has all.
+    """
+    return group // 2 if bits == HALF_BIT and group > WORD_BITS else group
+
+
+def num_words(group: int, bits: float) -> int:
+    """Words that a group's codes take: whole ones."""
+    coded = WORD_BITS * -(-num_coded(group, bits) // WORD_BITS)
+    return words_of(coded, code_bits(bits))
 
 
 def size_bits(group: int) -> int:

@@ -12,7 +12,7 @@ from jaxact_kernels.coded import CodedOperation
 from jaxact_kernels.numbering import Numbering
 from jaxact_kernels.operation import Axes
 from jaxact_kernels.rotated import reference
-from jaxact_kernels.rotated.group import MOST_PER_GROUP
+from jaxact_kernels.rotated.group import HALF_BIT, MOST_PER_GROUP, num_words
 from jaxact_kernels.rotated.reference import Stored
 
 
@@ -26,12 +26,25 @@ class RotatedOperation(CodedOperation):
 
     def check(self) -> None:
         super().check()
+        if self.is_adaptive and self.bits == HALF_BIT:
+            raise ValueError(
+                f"got bits={self.bits} and is_adaptive=True; at half a bit every group "
+                "is rotated; pass is_adaptive=False"
+            )
         if self.group_size > MOST_PER_GROUP:
             raise ValueError(
                 f"got group_size={self.group_size}; sums over a group fit 32 bits only "
                 f"for at most {MOST_PER_GROUP} elements; pass 256, as larger groups "
                 "save 32 bits each and no noise"
             )
+
+    def check_bits(self) -> None:
+        if self.bits != HALF_BIT:
+            super().check_bits()
+
+    @property
+    def num_words(self) -> int:
+        return num_words(self.layout.group, self.bits)
 
     @property
     def options(self) -> dict[str, Any]:

@@ -10,9 +10,10 @@ arXiv:2108.08842):
     q    = the level nearest to y / deviation, with the sign of y
     x'   = m + s R^T q                        s = |y|^2 / <y, q>, a bfloat16
 
-A code has `bits` bits: the level's number below, the sign above. The scale is the one
-with which x' has the mean x over rotations; it is rounded to bfloat16 at random. The
-mean is rounded freely: d is the difference to the rounded one.
+A code has `bits` bits: the level's number below, the sign above. At half a bit every
+other 16 of a group's rotated elements have codes, of one bit, and q is 0 for the rest.
+The scale is the one with which x' has the mean x over rotations; it is rounded to
+bfloat16 at random. The mean is rounded freely: d is the difference to the rounded one.
 
 In an *adaptive* array each group has the format that is expected to err least (see
 `choice`): codes of the affine format, with stochastic rounding or with dither, or
@@ -57,6 +58,8 @@ from jaxact_kernels.rotated.centred import (
     real_elements,
     total,
 )
+from jaxact_kernels.rotated.group import EVERY_OTHER
+from jaxact_kernels.words import WORD_BITS
 
 
 class Stored(NamedTuple):
@@ -76,10 +79,11 @@ class Stored(NamedTuple):
 
 
 def encode(
-    x: jax.Array, seed: jax.Array, *, bits: int, group_size: int, is_adaptive: bool
+    x: jax.Array, seed: jax.Array, *, bits: float, group_size: int, is_adaptive: bool
 ) -> tuple[jax.Array, jax.Array]:
     """Words and metadata; see `jaxact_kernels.rotated.encode`."""
     layout = layout_of(x.shape, group_size)
+    num_coded, bits = group.num_coded(layout.group, bits), group.code_bits(bits)
     groups = affine.split(x, layout)
     ends = affine.extremes(groups, x.dtype)
     grid = frame(ends, layout.group)
@@ -87,7 +91,8 @@ def encode(
     spare = choice.SPARE if is_adaptive else 0
     distances, mean = centre(groups, grid, layout)
     squares = total(square(group.size(distances, layout.group)))
-    codes, metadata = rotated_codes(distances, squares, mean, grid, seed, bits, spare)
+    options = seed, bits, num_coded, spare
+    codes, metadata = rotated_codes(distances, squares, mean, grid, *options)
     plain = affine_group.metadata(*ends, bits, x.dtype, spare)
     fixed = affine.fixed_point(groups, affine_group.encoding_line(ends[0], plain), bits)
     if is_adaptive:
@@ -103,7 +108,11 @@ def encode(
     plain_codes = affine.round_fixed_point(fixed, draw)
     if layout.padding:  # is rotated like the rest; elsewhere its code is 0
         plain_codes = jnp.where(layout.is_real(), plain_codes, np.uint32(0))
+    plain_codes = with_codes(plain_codes, num_coded)
     codes = jnp.where(is_rotated[..., None], codes, plain_codes)
+    if num_coded % WORD_BITS:  # half of an odd number of words
+        edges = [(0, 0, 0)] * is_rotated.ndim + [(0, EVERY_OTHER, 0)]
+        codes = lax.pad(codes, np.uint32(0), edges)
     return words.pack(codes, bits), jnp.where(is_rotated, metadata, plain)
 
 
@@ -112,17 +121,20 @@ def decode(
     *,
     shape: tuple[int, ...],
     dtype: DTypeLike,
-    bits: int,
+    bits: float,
     group_size: int,
     is_adaptive: bool,
 ) -> jax.Array:
     """See `jaxact_kernels.rotated.decode`."""
     layout = layout_of(shape, group_size)
     metadata, seed = stored.metadata, stored.seed
+    num_coded, bits = group.num_coded(layout.group, bits), group.code_bits(bits)
+    sizes = bits, layout.group, num_coded
     codes = words.unpack_slots(stored.words, bits)
     is_constant = affine_group.is_constant(metadata)
     if is_adaptive:
-        rotated = rotated_values(codes, metadata & ~choice.ROTATED, seed, bits)
+        clean = metadata & ~choice.ROTATED
+        rotated = rotated_values(codes, clean, seed, *sizes)
         clean = jnp.where(is_constant, metadata, choice.without_flags(metadata))
         keys = noise.group_keys(seed, metadata)
         draw = noise.slots_of_bits(keys, codes.shape[keys.ndim :])
@@ -132,8 +144,9 @@ def decode(
         plain = jnp.where(is_dithered[..., None], dithered, plain)
         is_plain = is_constant | ~choice.is_rotated(metadata)
     else:
-        rotated = rotated_values(codes, metadata, seed, bits)
-        plain, is_plain = affine.dequantize(codes, metadata, np.float32), is_constant
+        rotated = rotated_values(codes, metadata, seed, *sizes)
+        plain = affine.dequantize(first_codes(codes, metadata), metadata, np.float32)
+        is_plain = is_constant
     x = jnp.where(is_plain[..., None], plain, rotated)
     return layout.join(affine_group.saturated(x, dtype).astype(dtype), shape)
 
@@ -170,13 +183,15 @@ def rotated_codes(
     grid: Frame,
     seed: jax.Array,
     bits: int,
+    num_coded: int,
     spare: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Codes, `uint32[*lead, num_groups, group]`, and metadata for rotated groups."""
+    """Codes, `uint32[*lead, num_groups, num_coded]`, and metadata, if rotated."""
     size = distances.shape[-1]
     keys = noise.group_keys(seed, mean)
     power = group.norm_exponent(squares, size)
     y = rotation.rotate(distances, keys, power_of_two(power))
+    y = with_codes(y, num_coded)
     power = power + np.int32(rotation.FRACTION_BITS)
     bounds = group.thresholds(group.deviation(squares, size), power, bits)
     number = group.level_number(y, [bound[..., None] for bound in bounds], bits)
@@ -189,25 +204,63 @@ def rotated_codes(
     return number | sign << np.uint32(bits - 1), mean | scale
 
 
+def first_codes(codes: jax.Array, metadata: jax.Array) -> jax.Array:
+    """Each group's first code, `uint32[*lead, num_groups, 1]`: a constant's are alike.
+
+    Args:
+        codes: from `words.unpack_slots`.
+    """
+    limits = (*metadata.shape, *(1 for _ in codes.shape[metadata.ndim :]))
+    first = lax.slice(codes, (0,) * codes.ndim, limits)
+    return lax.reshape(first, (*metadata.shape, 1))
+
+
+def with_codes(groups: jax.Array, num_coded: int) -> jax.Array:
+    """The elements of groups that have codes: all, or every other 16."""
+    *lead, size = groups.shape
+    if size == num_coded:
+        return groups
+    pairs = lax.reshape(groups, (*lead, size // (2 * EVERY_OTHER), 2 * EVERY_OTHER))
+    return lax.reshape(pairs[..., :EVERY_OTHER], (*lead, num_coded))
+
+
+def with_zeros(coded: jax.Array, size: int) -> jax.Array:
+    """Undo `with_codes`, with zeros for the elements that have none."""
+    *lead, num_coded = coded.shape
+    pairs = lax.reshape(coded, (*lead, num_coded // EVERY_OTHER, EVERY_OTHER))
+    edges = [(0, 0, 0)] * (len(lead) + 1) + [(0, EVERY_OTHER, 0)]
+    pairs = lax.pad(pairs, np.zeros((), coded.dtype), edges)
+    return lax.reshape(pairs, (*lead, size))
+
+
 def square(sizes: jax.Array) -> jax.Array:
     """Squares as `int32`."""
     return (sizes * sizes).astype(np.int32)
 
 
 def rotated_values(
-    codes: jax.Array, metadata: jax.Array, seed: jax.Array, bits: int
+    codes: jax.Array,
+    metadata: jax.Array,
+    seed: jax.Array,
+    bits: int,
+    size: int,
+    num_coded: int,
 ) -> jax.Array:
     """Values, float32 and perhaps infinite, from codes and metadata.
 
     Args:
         codes: from `words.unpack_slots`.
+        size: elements in a group.
+        num_coded: those that have codes; the others were 0 before they are rotated.
     """
     keys = noise.group_keys(seed, metadata & HIGH_HALF)
     sign = codes >> np.uint32(bits - 1) << np.uint32(31)
     number = codes & np.uint32(2 ** (bits - 1) - 1)
     level = group.level(number, bits).astype(np.int32).astype(np.float32)
-    size = math.prod(codes.shape[metadata.ndim :])
-    level = float_of(pattern(level) | sign).reshape(*metadata.shape, size)
+    num_codes = math.prod(codes.shape[metadata.ndim :])
+    level = float_of(pattern(level) | sign).reshape(*metadata.shape, num_codes)
+    if num_coded < size:
+        level = with_zeros(level[..., :num_coded], size)
     scale = float_of(metadata << np.uint32(16)) * HALF
     fraction = group.fraction_bits(bits, size)
     half = rotation.rotate_back(level, keys, scale, fraction)

@@ -68,7 +68,7 @@ def encode(
     seed: jax.Array,
     first: jax.Array | None = None,
     *,
-    bits: int,
+    bits: float,
     group_size: int,
     is_adaptive: bool,
     numbering: Numbering | None = None,
@@ -80,7 +80,7 @@ def encode(
     A shard has a `numbering` for its groups, and its first group's number.
     """
     layout = layout_of(x.shape, group_size)
-    tiles = RotatedTiles(layout, bits, config.groups)
+    tiles = _tiles(layout, bits, config)
     kernel = functools.partial(
         _encode,
         tiles=tiles,
@@ -106,7 +106,7 @@ def decode(
     *,
     shape: tuple[int, ...],
     dtype: DTypeLike,
-    bits: int,
+    bits: float,
     group_size: int,
     is_adaptive: bool,
     numbering: Numbering | None = None,
@@ -115,7 +115,7 @@ def decode(
 ) -> jax.Array:
     """See `jaxact_kernels.rotated.decode`."""
     layout = layout_of(shape, group_size)
-    tiles = RotatedTiles(layout, bits, config.groups)
+    tiles = _tiles(layout, bits, config)
     kernel = functools.partial(
         _decode,
         tiles=tiles,
@@ -136,6 +136,11 @@ def decode(
         name="rotated_decode",
         interpret=interpret,
     )
+
+
+def _tiles(layout: Layout, bits: float, config: Config) -> RotatedTiles:
+    num_coded = group.num_coded(layout.group, bits)
+    return RotatedTiles(layout, group.code_bits(bits), config.groups, num_coded)
 
 
 def declines(layout: Layout, dtype: DTypeLike) -> str | None:
@@ -190,12 +195,13 @@ def _encode(
         # In a loop: a branch that seldom runs should take no time to compile.
         counter = first_counter(block, draw if is_adaptive else None, plain)
 
-        def add(k: jax.Array, parts: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        def add(i: jax.Array, parts: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+            k = lax.mul(i, np.int32(tiles.step))
             code = round_tile(block, k, fixed(again(k)), noise_for(block, counter, k))
-            return tiles.pack_one(k, code, tuple(parts))
+            return tiles.pack_one(i, code, tuple(parts))
 
         zeros = tuple(lax.full(block.shape, 0, np.uint32) for _ in packed)
-        parts = tiles.join(lax.fori_loop(0, tiles.count, add, zeros))
+        parts = tiles.join(lax.fori_loop(0, len(tiles.coded), add, zeros))
         pairs = zip(packed, parts, strict=True)
         return tuple(lax.select(_over(is_rotated, a), a, b) for a, b in pairs)
 
@@ -224,7 +230,7 @@ def _decode(
     draw = noise.Draw(seed_ref[0], numbering, first_ref[0][0] if first_ref else None)
     metadata = block.load_groups(metadata_ref)
     packed = _load_words(block, tiles, words_ref)
-    codes = [tiles.unpack(k, packed) for k in range(tiles.count)]
+    codes = [tiles.unpack(k, packed) for k in range(len(tiles.coded))]
     is_rotated = lax.bitwise_not(affine.is_constant(metadata))
     if is_adaptive:
         is_rotated = lax.bitwise_and(is_rotated, choice.is_rotated(metadata))
@@ -239,7 +245,9 @@ def _decode(
         is_plain = lax.bitwise_not(is_rotated)
 
         def store(k: jax.Array, _: None) -> None:
-            x = affine.saturated(value(k, tiles.unpack_one(k, packed)), dtype)
+            # A constant's tiles have the same codes, which some do not store.
+            code = tiles.unpack_one(lax.div(k, np.int32(tiles.step)), packed)
+            x = affine.saturated(value(k, code), dtype)
             block.store(out_ref, k, lax.convert_element_type(x, dtype), only=is_plain)
 
         lax.fori_loop(0, tiles.count, store, None)
@@ -285,7 +293,7 @@ def _load_words(
             packed[start] = block.load_at(ref, lax.add(column, np.int32(start)))
             continue
         shared = lax.add(lax.rem(column, np.int32(size)), np.int32(start))
-        field = size * 32 // tiles.layout.group
+        field = size * 32 // tiles.num_coded
         shift = column_slot(block.shape, size, field)
         packed[start] = lax.shift_right_logical(block.load_at(ref, shared), shift)
     return packed

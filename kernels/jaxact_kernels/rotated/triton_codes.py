@@ -62,6 +62,7 @@ def rotated_codes(
     y = transform(block, flip(block, distances, key, 0))
     y = [_rounded(lax.mul(v, unit), interpret) for v in y]
     y = transform(block, flip(block, y, key, 1))
+    y = [y[k] for k in block.tiles.coded]
     factor = norm * np.float32(2.0**fraction)
     if factor != 1:
         y = [_rounded(lax.mul(v, factor), interpret) for v in y]

@@ -18,10 +18,11 @@ from jaxact_kernels import noise
 from jaxact_kernels.affine.group import float_of, pattern
 from jaxact_kernels.block import Block
 from jaxact_kernels.rotated import rotation
+from jaxact_kernels.rotated.group import EVERY_OTHER
 from jaxact_kernels.tiles import Tiles, cut_field
 from jaxact_kernels.words import WORD_BITS
 
-WIDTH = 16
+WIDTH = EVERY_OTHER  # at half a bit a tile has codes or has none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +31,12 @@ class RotatedTiles(Tiles):
 
     A field has a word for every `words_of(field width)` elements. Where that is less
     than a tile's width, several columns share a word, and are joined last.
+
+    Attributes:
+        num_coded: how many of a group's elements have codes.
     """
+
+    num_coded: int
 
     @property
     def count(self) -> int:
@@ -42,12 +48,27 @@ class RotatedTiles(Tiles):
         """Elements in a tile."""
         return WIDTH
 
+    @property
+    def step(self) -> int:
+        """From a tile that has codes to the next: every tile has, or every other."""
+        return self.layout.group // self.num_coded
+
+    @property
+    def coded(self) -> range:
+        """The tiles that have codes."""
+        return range(0, self.count, self.step)
+
+    @property
+    def num_words(self) -> int:
+        """Words that a group's codes take."""
+        return self.words_of(self.bits)
+
     def words_of(self, field: int) -> int:
         """Words that a field with so many bits takes in a group."""
-        return self.layout.group * field // WORD_BITS
+        return self.num_coded * field // WORD_BITS
 
     def pack(self, codes: list[jax.Array]) -> list[jax.Array]:
-        """Pack the tiles' codes: an array for each entry in `first_words`."""
+        """Pack the coded tiles' codes: an array for each entry in `first_words`."""
         packed = []
         for _, offset, width in self._fields():
             repeats = self._repeats(width)
@@ -57,7 +78,7 @@ class RotatedTiles(Tiles):
                         cut_field(codes[k], offset, width, self.bits),
                         np.uint32(k // repeats * self._step(width)),
                     )
-                    for k in range(m, self.count, repeats)
+                    for k in range(m, len(codes), repeats)
                 ]
                 packed.append(functools.reduce(lax.bitwise_or, terms))
         return self.join(packed)
@@ -156,7 +177,10 @@ def column_slot(shape: tuple[int, ...], size: int, width: int) -> jax.Array:
 
 
 def transform(block: Block, tiles: list[jax.Array]) -> list[jax.Array]:
-    """The Hadamard transform of groups of integers with 11 significant bits."""
+    """The Hadamard transform of groups of integers with 11 significant bits.
+
+    Given tiles with codes alone, the others are 0.
+    """
     matrix = _matrix()
     numbers = (((1,), (0,)), ((), ()))
     product = lambda tile: lax.dot_general(
@@ -165,7 +189,11 @@ def transform(block: Block, tiles: list[jax.Array]) -> list[jax.Array]:
         numbers,
         preferred_element_type=np.float32,
     )
-    return rotation.butterflies([product(tile) for tile in tiles])
+    transformed = rotation.butterflies([product(tile) for tile in tiles])
+    if len(tiles) == block.tiles.count:
+        return transformed
+    # A butterfly of a tile and one that is 0 has the first twice.
+    return [twice for tile in transformed for twice in (tile, tile)]
 
 
 def flip(
