@@ -21,7 +21,7 @@ from jax import lax
 from jaxact_kernels import noise
 from jaxact_kernels.affine import Stored, group
 from jaxact_kernels.layout import layout_of
-from jaxact_kernels.tiles import Tiles
+from jaxact_kernels.tiles import Tiles, separate
 
 
 def encode(x, seed, *, bits, group_size=256):
@@ -54,7 +54,7 @@ def fused_encode(x, seed, *, bits, group_size=256):
     line = group.encoding_line(lo, metadata)
     key = noise.group_keys(seed, metadata)
     metadata, line, key = lax.optimization_barrier((metadata, line, key))
-    tiles = Tiles(layout, bits, groups=1)
+    tiles = Tiles(layout, bits, 1, separate(bits))
     fixed = functools.partial(_fixed_point, line=line, bits=bits)
     codes = _codes(groups, fixed, key, tiles)
     words = tiles.pack(codes)

@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from jaxact_kernels.layout import Layout
-from jaxact_kernels.tiles import Tiles
+from jaxact_kernels.tiles import Tiles, column_slot
 
 TileNumber = int | jax.Array  # which tile; may be traced
 Position = tuple[jax.Array, ...]  # one index for each axis of a reference
@@ -36,6 +36,7 @@ class Block:
         tiles: how groups are cut.
         number: `int32[groups]`, each group's number in the array.
         shape: of one tile from all groups: `(groups, padded_width)`.
+        column: `int32` of this shape, each element's index in its tile.
     """
 
     def __init__(self, tiles: Tiles):
@@ -44,13 +45,10 @@ class Block:
         self.shape = tiles.groups, tiles.padded_width
         first = lax.mul(pl.program_id(0), np.int32(tiles.groups))
         self.number = lax.add(lax.iota(np.int32, tiles.groups), first)
-        self._column = lax.broadcasted_iota(np.int32, self.shape, 1)
+        self.column, self._is_column = self._position(self.shape)
         total = tiles.layout.total_groups
         is_whole = total % tiles.groups == 0
         self._is_group = None if is_whole else lax.lt(self.number, np.int32(total))
-        is_padded = tiles.padded_width != tiles.width
-        width = np.int32(tiles.width)
-        self._is_column = lax.lt(self._column, width) if is_padded else None
 
     def spread(self, x: jax.Array) -> jax.Array:
         """Repeat a value for each group over a tile."""
@@ -77,27 +75,29 @@ class Block:
         plt.store(ref.at[index], x, mask=mask)
 
     def load_words(self, ref: jax.Ref) -> dict[int, jax.Array]:
-        """Load every array that `Tiles.pack` returned, by its first word."""
-        mask = _all(self._spread_is_group(), self._is_column)
-        return {
-            first: _load(ref, self._words(first), mask)
-            for first in self.tiles.first_words()
-        }
+        """Load every array that `Tiles.pack` returned, by its first word.
+
+        Columns that share a word have it shifted, each as far as its field lies.
+        """
+        packed = {}
+        slots = zip(self.tiles.first_words(), self.tiles.slots(), strict=True)
+        mask = _all(self._over_is_group(self.shape), self._is_column)
+        for first, (columns, width) in slots:
+            if columns == self.shape[1]:
+                packed[first] = _load(ref, self._words(self.column, first), mask)
+                continue
+            shared, _ = self._position(self.shape, columns)
+            words = _load(ref, self._words(shared, first), mask)
+            slot = column_slot(self.shape, columns, width)
+            packed[first] = lax.shift_right_logical(words, slot)
+        return packed
 
     def store_words(self, ref: jax.Ref, packed: Sequence[jax.Array]) -> None:
         """Store the arrays that `Tiles.pack` returned."""
-        mask = _all(self._spread_is_group(), self._is_column)
         for first, words in zip(self.tiles.first_words(), packed, strict=True):
-            plt.store(ref.at[self._words(first)], words, mask=mask)
-
-    def load_at(self, ref: jax.Ref, column: jax.Array) -> jax.Array:
-        """Load, for each group, the words in some columns, `[groups, any]`."""
-        return _load(ref, *self._at(column))
-
-    def store_at(self, ref: jax.Ref, column: jax.Array, words: jax.Array) -> None:
-        """Store words in some columns, shaped like them."""
-        index, mask = self._at(column)
-        plt.store(ref.at[index], words, mask=mask)
+            column, is_column = self._position(words.shape)
+            mask = _all(self._over_is_group(words.shape), is_column)
+            plt.store(ref.at[self._words(column, first)], words, mask=mask)
 
     def load_groups(self, ref: jax.Ref) -> jax.Array:
         """Load one value for each group."""
@@ -107,18 +107,31 @@ class Block:
         """Store one value for each group."""
         plt.store(ref.at[self.number], x, mask=self._is_group)
 
-    def _at(self, column: jax.Array) -> tuple[Position, jax.Array | None]:
-        over = lambda x: lax.broadcast_in_dim(x, column.shape, (0,))
-        mask = None if self._is_group is None else over(self._is_group)
-        return (over(self.number), column), mask
+    def _words(self, column: jax.Array, first: int) -> Position:
+        number = lax.broadcast_in_dim(self.number, column.shape, (0,))
+        return number, lax.add(column, np.int32(first))
 
-    def _words(self, first: int) -> Position:
-        return self.spread(self.number), lax.add(self._column, np.int32(first))
+    def _position(
+        self, shape: tuple[int, ...], period: int | None = None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Each column's index without the padding of runs, and which are no padding.
+
+        With a `period`, columns repeat.
+        """
+        column = lax.broadcasted_iota(np.int32, shape, 1)
+        if period is not None:
+            column = lax.rem(column, np.int32(period))
+        run, padded = np.int32(self.tiles.run), np.int32(self.tiles.padded_run)
+        if run == padded:
+            return column, None
+        place = lax.rem(column, padded)
+        start = lax.mul(lax.div(column, padded), run)
+        return lax.add(start, place), lax.lt(place, run)
 
     def _tile(self, k: TileNumber) -> tuple[Position, jax.Array | None]:
         layout = self.tiles.layout
         row = self.number
-        element = lax.add(self._column, k * np.int32(self.tiles.width))
+        element = lax.add(self.column, k * np.int32(self.tiles.width))
         is_element = None
         if layout.padding:
             num_groups = np.int32(layout.num_groups)
@@ -126,11 +139,13 @@ class Block:
             start = lax.mul(group, np.int32(layout.group))
             element = lax.add(element, self.spread(start))
             is_element = lax.lt(element, np.int32(layout.length))
-        is_real = _all(self._spread_is_group(), self._is_column, is_element)
+        is_real = _all(self._over_is_group(self.shape), self._is_column, is_element)
         return (self.spread(row), element), is_real
 
-    def _spread_is_group(self) -> jax.Array | None:
-        return None if self._is_group is None else self.spread(self._is_group)
+    def _over_is_group(self, shape: tuple[int, ...]) -> jax.Array | None:
+        if self._is_group is None:
+            return None
+        return lax.broadcast_in_dim(self._is_group, shape, (0,))
 
 
 def _load(

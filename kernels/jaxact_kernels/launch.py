@@ -23,12 +23,13 @@ def launch_encode(
     scalars: Sequence[jax.Array | None],
     *,
     tiles: Tiles,
+    num_words: int,
     config: Config,
     name: str,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """Words and metadata of `x`; scalars that are None are left out."""
-    layout, num_words = tiles.layout, tiles.num_words
+    """Words, `num_words` a group, and metadata of `x`; no scalars that are None."""
+    layout = tiles.layout
     packed, metadata = pl.pallas_call(
         kernel,
         grid=(tiles.num_blocks,),
@@ -59,7 +60,7 @@ def launch_decode(
     interpret: bool,
 ) -> jax.Array:
     """The array; `operands` are shaped like it."""
-    layout, num_words = tiles.layout, tiles.num_words
+    layout = tiles.layout
     x = pl.pallas_call(
         kernel,
         grid=(tiles.num_blocks,),
@@ -68,7 +69,7 @@ def launch_decode(
         compiler_params=plt.CompilerParams(num_warps=config.num_warps, num_stages=1),
         interpret=interpret,
     )(
-        lax.reshape(packed, (layout.total_groups, num_words)),
+        lax.reshape(packed, (layout.total_groups, packed.shape[-1])),
         lax.reshape(metadata, (layout.total_groups,)),
         *_each(scalars),
         *(lax.reshape(operand, elements_shape(layout)) for operand in operands),

@@ -14,6 +14,7 @@ from jaxact_kernels.config import Config
 from jaxact_kernels.index import reference, triton
 from jaxact_kernels.index.reference import index_layout
 from jaxact_kernels.mask import reference as mask_reference, triton as mask
+from jaxact_kernels.tiles import Tiles, separate
 from support.gpu_target import needs_target
 from support.subjects import Index, Mask, jit_interpreted as jit, sample
 from support.variants import thorough
@@ -151,7 +152,7 @@ def test_the_heuristic_fills_registers_and_no_more():
         for bits, item_bytes in ((1, 1), (1, 4), (8, 1), (8, 4)):
             layout = index_layout((64, length))
             config = triton.heuristic(layout, bits, item_bytes)
-            tiles = triton.Tiles(layout, bits, config.groups)
+            tiles = Tiles(layout, bits, config.groups, separate(bits))
             elements = config.groups * tiles.count * tiles.padded_width
             per_thread = elements * item_bytes / (32 * config.num_warps)
             assert 64 <= per_thread <= 128 or config == Config(1, 16)

@@ -30,7 +30,7 @@ from jaxact_kernels.config import Config, heuristic
 from jaxact_kernels.device import Device
 from jaxact_kernels.layout import Layout, layout_of
 from jaxact_kernels.numbering import Numbering
-from jaxact_kernels.tiles import Tiles
+from jaxact_kernels.tiles import Tiles, separate
 
 MOST_PER_THREAD = 64  # elements that a thread can keep in registers
 FRACTION = np.uint32(0xFFFF)  # a fixed-point code's bits below 1
@@ -127,7 +127,7 @@ def declines(
             f"a row of {layout.length} elements needs padding, which the Mosaic GPU "
             "kernels do not mask"
         )
-    threads = most_threads_per_group(Tiles(layout, bits, 1))
+    threads = most_threads_per_group(Tiles(layout, bits, 1, separate(bits)))
     if layout.group > MOST_PER_THREAD * threads:
         return (
             f"codes of {bits} bits in groups of {layout.group} leave each thread "
@@ -179,8 +179,8 @@ def tiles_for(
         raise ValueError(reason)
     config = config or heuristic(layout.group, np.dtype(dtype).itemsize)
     groups = min(config.groups, 1 << layout.total_groups.bit_length() - 1)
-    threads = threads_per_group(Tiles(layout, bits, groups))
-    return Tiles(layout, bits, max(groups, THREADS // threads))
+    threads = threads_per_group(Tiles(layout, bits, groups, separate(bits)))
+    return Tiles(layout, bits, max(groups, THREADS // threads), separate(bits))
 
 
 def _encode(

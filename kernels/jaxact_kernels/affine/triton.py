@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from jaxact_kernels import noise
+from jaxact_kernels import noise, words
 from jaxact_kernels.affine import group
 from jaxact_kernels.affine.group import small_float
 from jaxact_kernels.affine.reference import Stored
@@ -38,9 +38,14 @@ from jaxact_kernels.config import Config, heuristic
 from jaxact_kernels.launch import launch_decode, launch_encode
 from jaxact_kernels.layout import Layout, layout_of
 from jaxact_kernels.numbering import Numbering
-from jaxact_kernels.tiles import Tiles
+from jaxact_kernels.tiles import Tiles, separate
 
 MOST_PER_GROUP = 4096
+# Triton compares every load and store with all operations that it is connected to, so
+# that time to compile grows with the cube of this number; and a load is as wide as a
+# thread's share of a tile. From 16 to 8, joining shared words costs 4 to 6 % more
+# instructions at 2 and 3 bits.
+MOST_TILES = 16
 
 
 def encode(
@@ -61,7 +66,7 @@ def encode(
     """
     layout = layout_of(x.shape, group_size)
     config = config or heuristic(layout.group, x.dtype.itemsize)
-    tiles = Tiles(layout, bits, config.groups)
+    tiles = tiles_for(layout, bits, config)
     kernel = functools.partial(
         _encode,
         tiles=tiles,
@@ -75,6 +80,7 @@ def encode(
         x,
         (seed, first),
         tiles=tiles,
+        num_words=words.num_words(layout.group, bits),
         config=config,
         name="affine_encode",
         interpret=interpret,
@@ -97,7 +103,7 @@ def decode(
     """See `jaxact_kernels.affine.decode`; with a draw, dithered."""
     layout = layout_of(shape, group_size)
     config = config or heuristic(layout.group, np.dtype(dtype).itemsize)
-    tiles = Tiles(layout, bits, config.groups)
+    tiles = tiles_for(layout, bits, config)
     out = jax.ShapeDtypeStruct(shape, dtype)
     if then is not None:
         out = jax.eval_shape(then, out, *operands)
@@ -122,6 +128,11 @@ def decode(
         name="affine_decode",
         interpret=interpret,
     )
+
+
+def tiles_for(layout: Layout, bits: int, config: Config) -> Tiles:
+    """How groups are cut."""
+    return Tiles(layout, bits, config.groups, min(separate(bits), MOST_TILES))
 
 
 def declines(layout: Layout, dtype: DTypeLike) -> str | None:
@@ -155,17 +166,13 @@ def _encode(
     lo, hi, is_finite = finite_extremes(block, xs, can_pair=not interpret)
     is_ordinary = are_ordinary((lo, hi), is_finite, dtype)
 
-    def store(metadata: jax.Array, packed: Sequence[jax.Array]) -> None:
-        block.store_words(words_ref, packed)
-        block.store_groups(metadata_ref, metadata)
-
-    def ordinary() -> None:
+    def ordinary() -> tuple[jax.Array, list[jax.Array]]:
         metadata = group.metadata(lo, hi, tiles.bits, dtype)
         line = group.encoding_line(lo, metadata)
         fixed = ordinary_fixed_point(block, line, is_contracted=interpret)
-        store(metadata, tiles.pack(round_tiles(block, xs, fixed, draw, metadata)))
+        return metadata, tiles.pack(round_tiles(block, xs, fixed, draw, metadata))
 
-    def special() -> None:
+    def special() -> tuple[jax.Array, list[jax.Array]]:
         # In a loop that loads each tile once more: a branch that hardly ever runs
         # should hold no registers and take no time to compile.
         load = lambda k: to_float32(block.load(x_ref, k))
@@ -176,13 +183,15 @@ def _encode(
 
         def add(k: jax.Array, packed: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
             code = round_tile(block, k, fixed(load(k)), noise_for(block, counter, k))
-            return tiles.pack_one(k, code, tuple(packed))
+            return tiles.pack_one(k, code, packed)
 
         zero = lax.full(block.shape, 0, np.uint32)
         zeros = tuple(zero for _ in tiles.first_words())
-        store(metadata, lax.fori_loop(0, tiles.count, add, zeros))
+        return metadata, tiles.join(lax.fori_loop(0, tiles.count, add, zeros))
 
-    lax.cond(is_ordinary, ordinary, special)
+    metadata, packed = lax.cond(is_ordinary, ordinary, special)
+    block.store_words(words_ref, packed)
+    block.store_groups(metadata_ref, metadata)
 
 
 def _decode(

@@ -127,7 +127,7 @@ def first_counter(
         return None
     number = lax.convert_element_type(block.number, np.uint32)
     key = noise.shard_key(draw, number, metadata)
-    column = lax.broadcasted_iota(np.uint32, block.shape, 1)
+    column = lax.convert_element_type(block.column, np.uint32)
     return lax.add(block.spread(key), lax.mul(column, noise.GOLDEN))
 
 

@@ -21,7 +21,7 @@ from jaxact_kernels.checks import INTEGERS
 from jaxact_kernels.config import Config
 from jaxact_kernels.index.reference import index_layout, low_bits, words_shape
 from jaxact_kernels.layout import Layout
-from jaxact_kernels.tiles import Tiles
+from jaxact_kernels.tiles import Tiles, separate
 
 # Elements in a program: 128 a thread, 16 warps. At 512 a thread registers spill, as do
 # 128 codes with several fields: they are held until each field is cut from them.
@@ -51,7 +51,7 @@ def decode(
     """See `jaxact_kernels.index.decode`; to booleans too, from one bit."""
     layout = index_layout(shape)
     config = config or heuristic(layout, bits, np.dtype(dtype).itemsize)
-    tiles = Tiles(layout, bits, config.groups)
+    tiles = Tiles(layout, bits, config.groups, separate(bits))
     num_words = words.num_words(layout.group, bits)
     x = pl.pallas_call(
         functools.partial(_decode, tiles=tiles),
@@ -76,7 +76,7 @@ def pack(
     """Pack `code(x, *scalars)`, an elementwise function, below 2**bits, to `uint32`."""
     layout = index_layout(x.shape)
     config = config or heuristic(layout, bits, x.dtype.itemsize)
-    tiles = Tiles(layout, bits, config.groups)
+    tiles = Tiles(layout, bits, config.groups, separate(bits))
     num_words = words.num_words(layout.group, bits)
     packed = pl.pallas_call(
         functools.partial(_encode, tiles=tiles, code=code),
@@ -136,7 +136,7 @@ def heuristic(layout: Layout, bits: int, item_bytes: int) -> Config:
 
 def _program_elements(layout: Layout, bits: int) -> int:
     """Elements in a group whose tiles are filled up to powers of two."""
-    tiles = Tiles(layout, bits, 1)
+    tiles = Tiles(layout, bits, 1, separate(bits))
     return tiles.count * tiles.padded_width
 
 

@@ -50,11 +50,8 @@ from jaxact_kernels.rotated.triton_codes import (
     sum_over_group,
     unless_padding,
 )
-from jaxact_kernels.rotated.triton_tiles import (
-    WIDTH,
-    RotatedTiles,
-    column_slot,
-)
+from jaxact_kernels.rotated.triton_tiles import rotated_tiles
+from jaxact_kernels.tiles import Tiles
 
 MOST_PER_GROUP = 256
 # A warp has the 16 rows of one product of matrices: 128 elements of 256 in a thread.
@@ -80,10 +77,11 @@ def encode(
     A shard has a `numbering` for its groups, and its first group's number.
     """
     layout = layout_of(x.shape, group_size)
-    tiles = _tiles(layout, bits, config)
+    tiles, coded = rotated_tiles(layout, bits, config.groups)
     kernel = functools.partial(
         _encode,
         tiles=tiles,
+        coded=coded,
         dtype=x.dtype,
         is_adaptive=is_adaptive,
         numbering=numbering,
@@ -94,6 +92,7 @@ def encode(
         x,
         (seed, first),
         tiles=tiles,
+        num_words=group.num_words(layout.group, bits),
         config=config,
         name="rotated_encode",
         interpret=interpret,
@@ -115,10 +114,11 @@ def decode(
 ) -> jax.Array:
     """See `jaxact_kernels.rotated.decode`."""
     layout = layout_of(shape, group_size)
-    tiles = _tiles(layout, bits, config)
+    tiles, coded = rotated_tiles(layout, bits, config.groups)
     kernel = functools.partial(
         _decode,
         tiles=tiles,
+        coded=coded,
         dtype=np.dtype(dtype),
         is_adaptive=is_adaptive,
         numbering=numbering,
@@ -138,11 +138,6 @@ def decode(
     )
 
 
-def _tiles(layout: Layout, bits: float, config: Config) -> RotatedTiles:
-    num_coded = group.num_coded(layout.group, bits)
-    return RotatedTiles(layout, group.code_bits(bits), config.groups, num_coded)
-
-
 def declines(layout: Layout, dtype: DTypeLike) -> str | None:
     """Why these kernels cannot serve an array; None where they can."""
     if np.dtype(dtype).name not in ("float32", "bfloat16", "float16"):
@@ -160,7 +155,8 @@ def _encode(
     x_ref: jax.Ref,
     seed_ref: jax.Ref,
     *refs: jax.Ref,
-    tiles: RotatedTiles,
+    tiles: Tiles,
+    coded: Tiles,
     dtype: np.dtype,
     is_adaptive: bool,
     numbering: Numbering | None,
@@ -176,10 +172,10 @@ def _encode(
     line = affine.encoding_line(lo, plain)
     distances, mean = centred(block, grid, xs)
     squares = sum_over_group([square(d, group.dropped_bits(size)) for d in distances])
-    codes, metadata = rotated_codes(
-        block, distances, squares, mean, grid, draw, is_adaptive, interpret
-    )
-    packed, is_rotated = tuple(tiles.pack(codes)), grid.is_ordinary
+    step = tiles.count // coded.count
+    options = draw, is_adaptive, step, interpret
+    codes, metadata = rotated_codes(block, distances, squares, mean, grid, *options)
+    packed, is_rotated = tuple(coded.pack(codes)), grid.is_ordinary
     again = lambda k: _clipped(
         block, grid, to_float32(block.load(x_ref, k, again=True))
     )
@@ -196,19 +192,17 @@ def _encode(
         counter = first_counter(block, draw if is_adaptive else None, plain)
 
         def add(i: jax.Array, parts: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-            k = lax.mul(i, np.int32(tiles.step))
+            k = lax.mul(i, np.int32(step))
             code = round_tile(block, k, fixed(again(k)), noise_for(block, counter, k))
-            return tiles.pack_one(i, code, tuple(parts))
+            return coded.pack_one(i, code, parts)
 
         zeros = tuple(lax.full(block.shape, 0, np.uint32) for _ in packed)
-        parts = tiles.join(lax.fori_loop(0, len(tiles.coded), add, zeros))
+        parts = coded.join(lax.fori_loop(0, coded.count, add, zeros))
         pairs = zip(packed, parts, strict=True)
         return tuple(lax.select(_over(is_rotated, a), a, b) for a, b in pairs)
 
     packed = lax.cond(_all_hold(block, is_rotated), lambda: packed, mixed)
-    for start, array in zip(tiles.first_words(), packed, strict=True):
-        column = lax.broadcasted_iota(np.int32, array.shape, 1)
-        block.store_at(words_ref, lax.add(column, np.int32(start)), array)
+    Block(coded).store_words(words_ref, packed)
     flag = choice.ROTATED if is_adaptive else np.uint32(0)
     metadata = lax.select(is_rotated, lax.bitwise_or(metadata, flag), plain)
     block.store_groups(metadata_ref, metadata)
@@ -219,7 +213,8 @@ def _decode(
     metadata_ref: jax.Ref,
     seed_ref: jax.Ref,
     *refs: jax.Ref,
-    tiles: RotatedTiles,
+    tiles: Tiles,
+    coded: Tiles,
     dtype: np.dtype,
     is_adaptive: bool,
     numbering: Numbering | None,
@@ -229,8 +224,8 @@ def _decode(
     *first_ref, out_ref = refs
     draw = noise.Draw(seed_ref[0], numbering, first_ref[0][0] if first_ref else None)
     metadata = block.load_groups(metadata_ref)
-    packed = _load_words(block, tiles, words_ref)
-    codes = [tiles.unpack(k, packed) for k in range(len(tiles.coded))]
+    packed = Block(coded).load_words(words_ref)
+    codes = [coded.unpack(i, packed) for i in range(coded.count)]
     is_rotated = lax.bitwise_not(affine.is_constant(metadata))
     if is_adaptive:
         is_rotated = lax.bitwise_and(is_rotated, choice.is_rotated(metadata))
@@ -246,8 +241,8 @@ def _decode(
 
         def store(k: jax.Array, _: None) -> None:
             # A constant's tiles have the same codes, which some do not store.
-            code = tiles.unpack_one(lax.div(k, np.int32(tiles.step)), packed)
-            x = affine.saturated(value(k, code), dtype)
+            i = lax.div(k, np.int32(tiles.count // coded.count))
+            x = affine.saturated(value(k, coded.unpack_one(i, packed)), dtype)
             block.store(out_ref, k, lax.convert_element_type(x, dtype), only=is_plain)
 
         lax.fori_loop(0, tiles.count, store, None)
@@ -277,26 +272,6 @@ def _ordinary(
 def _clipped(block: Block, grid: Frame, x: Tile) -> Tile:
     """Elements within their group's finite extremes; for NaN one of these."""
     return lax.max(lax.min(x, block.spread(grid.hi)), block.spread(grid.lo))
-
-
-def _load_words(
-    block: Block, tiles: RotatedTiles, ref: jax.Ref
-) -> dict[int, jax.Array]:
-    """Every array that `RotatedTiles.pack` returned, by its first word.
-
-    Columns that share a word have it shifted, each as far as its field lies.
-    """
-    packed = {}
-    column = lax.broadcasted_iota(np.int32, block.shape, 1)
-    for start, size in zip(tiles.first_words(), tiles.widths(), strict=True):
-        if size == WIDTH:
-            packed[start] = block.load_at(ref, lax.add(column, np.int32(start)))
-            continue
-        shared = lax.add(lax.rem(column, np.int32(size)), np.int32(start))
-        field = size * 32 // tiles.num_coded
-        shift = column_slot(block.shape, size, field)
-        packed[start] = lax.shift_right_logical(block.load_at(ref, shared), shift)
-    return packed
 
 
 def _over(flag: jax.Array, like: jax.Array) -> jax.Array:

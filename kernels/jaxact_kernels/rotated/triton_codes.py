@@ -51,9 +51,14 @@ def rotated_codes(
     grid: Frame,
     draw: noise.Draw,
     is_adaptive: bool,
+    step: int,
     interpret: bool,
 ) -> tuple[list[Tile], jax.Array]:
-    """Codes and metadata; see `reference.rotated_codes`."""
+    """Codes and metadata; see `reference.rotated_codes`.
+
+    Args:
+        step: from a tile that has codes to the next.
+    """
     size, bits = block.tiles.layout.group, block.tiles.bits
     norm, fraction = np.float32(size**-0.5), rotation.FRACTION_BITS
     key = _key(block, draw, mean)
@@ -61,8 +66,7 @@ def rotated_codes(
     unit = block.spread(lax.mul(power_of_two(power), norm))
     y = transform(block, flip(block, distances, key, 0))
     y = [_rounded(lax.mul(v, unit), interpret) for v in y]
-    y = transform(block, flip(block, y, key, 1))
-    y = [y[k] for k in block.tiles.coded]
+    y = transform(block, flip(block, y, key, 1))[::step]
     factor = norm * np.float32(2.0**fraction)
     if factor != 1:
         y = [_rounded(lax.mul(v, factor), interpret) for v in y]
