@@ -262,7 +262,7 @@ def _ordinary(
         load = lambda k: to_float32(block.load(x_ref, k))
         lo, hi = extremes(block, load, affine.largest(dtype))
         grid = frame((lo, hi), block.tiles.layout.group)
-        return lo, hi, *(_clipped(block, grid, load(k)) for k in range(count))
+        return lo, hi, *(_clipped(block, grid, to_float32(x)) for x in xs)
 
     is_ordinary = are_ordinary((lo, hi), is_finite, dtype)
     lo, hi, *xs = lax.cond(is_ordinary, lambda: (lo, hi, *map(to_float32, xs)), special)
