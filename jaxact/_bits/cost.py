@@ -72,7 +72,7 @@ class Cost(Saved):
         the error's expected squared norm. S(1) is 1, and S is that of the format in
         `action`. Where it is not finite, the residual must stay exact.
       signal: squared norm that the gradient has to which the error is added.
-      bits: of an element as measured; None for a formula.
+      bits: an element's when it was measured; None for a formula.
       action: with which it was measured; an allocation keeps its format. None: an
         allocation takes `Quantize`.
       is_linear: whether the gradient is linear in it, as not in values that a softmax

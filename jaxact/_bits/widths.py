@@ -19,7 +19,7 @@ ACTIONS: Mapping[int, Action] = MappingProxyType(
 
 
 def least_bits(measured: Action | None) -> float:
-    """The fewest bits of an element in the format of a measured action."""
+    """The fewest bits that a measured action's format stores an element in."""
     return HALF_BIT if isinstance(measured, Rotated) else 1
 
 

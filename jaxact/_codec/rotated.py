@@ -33,8 +33,8 @@ class Rotated(Codec[Stored | Wide[Stored]]):
 
     At half a bit every other 16 of the rotated elements keep their signs, and the rest
     nothing; the squared error is 2.14 (pi - 1) of the squared distance. That is for
-    residuals to which the gradient is not sensitive: bits saved there lower the noise
-    of others (`allocate`). A group of 32 has a bit an element even so.
+    residuals to which the gradient is not sensitive: bits saved there lower others'
+    noise (`allocate`). A group of 32 has a bit an element even so.
 
     It errs more than `Quantize` or `Dithered` on data with two values, on derivatives
     that lie between two bounds, and from 7 bits: `Adaptive` chooses for each group.

@@ -24,7 +24,7 @@ class Rounded(NamedTuple):
     Attributes:
       size: elements, over all copies.
       itemsize: bytes of an element when exact.
-      bits: of an element as stored, to the nearest from 1 on.
+      bits: an element's as stored, to the nearest from 1 on.
       action: that stores it.
       is_linear: as in `Cost`.
     """
@@ -101,7 +101,7 @@ def _marks_inside(eqn: Eqn, copies: int) -> Iterator[tuple[Eqn, int]]:
 
 
 def _bits(action: Action) -> float | None:
-    """Of an element, to the nearest from 1 on; None where nothing is rounded."""
+    """An element's, to the nearest from 1 on; None where nothing is rounded."""
     if action.is_lossless or action.bits is None or action.bits >= 32:
         return None
     return round(action.bits) if action.bits >= 1 else action.bits
