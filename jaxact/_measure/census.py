@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxact._bits.cost import Cost, levels_variance
+from jaxact._bits.widths import least_bits
 from jaxact._codec import Action, Bias
 from jaxact._jaxpr.compat import open_jaxpr
 from jaxact._jaxpr.primitives import CHECKPOINTS
@@ -104,4 +105,4 @@ def _bits(action: Action) -> float | None:
     """An element's, to the nearest from 1 on; None where nothing is rounded."""
     if action.is_lossless or action.bits is None or action.bits >= 32:
         return None
-    return round(action.bits) if action.bits >= 1 else action.bits
+    return max(least_bits(action), round(action.bits))

@@ -1,5 +1,7 @@
 """The format in which an allocation stores a residual at other bits."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -9,7 +11,9 @@ from jaxact import (
     Cast,
     Cost,
     Dithered,
+    Offload,
     PerSample,
+    Policy,
     Quantize,
     Rotated,
     Sensitivity,
@@ -70,6 +74,19 @@ def test_who_has_at_least_one_bit():
     assert allocation.bits == (("a", 1), ("b", 0.5), ("c", 1), ("d", 0.5))
     with pytest.raises(ValueError, match="at least 0.75 bits on average"):
         allocate(Sensitivity(rows, 1.0), bits=0.7, ladder=HALVED)
+
+
+@pytest.mark.parametrize(
+    "action, bits",
+    [(Rotated(0.5), 0.5), (Adaptive(0.5), 0.5), (Offload(Rotated(0.5)), 1)],
+    ids=str,
+)
+def test_half_a_bit_is_measured(action, bits):
+    """Also inside of another action, which has no error of its own at half a bit."""
+    f = compress(jnp.sin, policy=Policy(default=action))
+    x = jax.random.normal(jax.random.key(0), (64, 256))
+    (row,) = sensitivity(lambda x: f(x).sum(), x).rows
+    assert row.bits == bits and 0 < row.error(bits) < math.inf
 
 
 def test_a_measurement_says_what_the_gradient_is_linear_in():
