@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxact_kernels import checks
 from jaxact_kernels.affine.group import pattern
 from jaxact_kernels.rotated.centred import exponent_of, fixed_bits, power_of_two
 from jaxact_kernels.words import WORD_BITS, num_words as words_of
@@ -41,6 +42,12 @@ NORMAL_ERROR = {
 }
 MOST_PER_GROUP = 4096
 SMALLEST_EXPONENT = np.int32(19)  # of a scale: 2**-108, as in the affine format
+
+
+def check_bits(bits: float) -> None:
+    """Raise `ValueError` unless `bits` is half a bit or an integer from 1 to 8."""
+    if bits != HALF_BIT:
+        checks.check_bits(bits, "a code")
 
 
 def code_bits(bits: float) -> int:

@@ -12,7 +12,12 @@ from jaxact_kernels.coded import CodedOperation
 from jaxact_kernels.numbering import Numbering
 from jaxact_kernels.operation import Axes
 from jaxact_kernels.rotated import reference
-from jaxact_kernels.rotated.group import HALF_BIT, MOST_PER_GROUP, num_words
+from jaxact_kernels.rotated.group import (
+    HALF_BIT,
+    MOST_PER_GROUP,
+    check_bits,
+    num_words,
+)
 from jaxact_kernels.rotated.reference import Stored
 
 
@@ -39,8 +44,7 @@ class RotatedOperation(CodedOperation):
             )
 
     def check_bits(self) -> None:
-        if self.bits != HALF_BIT:
-            super().check_bits()
+        check_bits(self.bits)
 
     @property
     def num_words(self) -> int:
