@@ -7,7 +7,7 @@ for an H100).
 
 import contextlib
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +17,13 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
+from jaxact._engine.late import decoded_late, has_checkpoints
 from jaxact._engine.ordered import in_order
+from jaxact._engine.shared import TABLE, with_shared_operand
 from jaxact._engine.storage import BackwardProgram, Packed, Probe, Storage
 from jaxact._engine.unused import UsedPart, used_part
 from jaxact._jaxpr.compat import barrier
-from jaxact._jaxpr.evaluate import in_mesh_of, value_of
+from jaxact._jaxpr.evaluate import in_mesh_of, is_traced, value_of
 from jaxact._jaxpr.types import Dtype, Env, PyTree, Var
 from jaxact._plan.again import again_p
 from jaxact._plan.storage import StoragePlan
@@ -57,8 +59,9 @@ def backward_pass(
         copies = _decoded_again(plan, storage, residuals)
         inputs = dataclasses.replace(inputs, kept=inputs.kept | copies)
     program = backward_program(plan, inputs, part)
-    if is_ordered and not is_measured:
-        results = _ordered(program, storage, residuals, inputs.cotangents), {}
+    way = _way(plan, inputs, is_ordered=is_ordered)
+    if way is not None and not is_measured:
+        results = _by(way, program, storage, residuals, inputs.cotangents), {}
     else:
         decoded = [_decoded(storage, r) for r in residuals]
         results = storage.backward(program, residuals, decoded, inputs.cotangents)
@@ -104,9 +107,10 @@ def backward_inputs(
     if not packed and not plan.replay:
         return BackwardInputs(packed, env, sources, arrays)
     floating = [i for i, c in enumerate(arrays) if c.dtype != jax.dtypes.float0]
-    packed, values, waiting = barrier(
-        (packed, list(sources.values()), [arrays[i] for i in floating])
+    packed, values, waiting, table = barrier(
+        (packed, list(sources.values()), [arrays[i] for i in floating], TABLE)
     )
+    packed = with_shared_operand(packed, table)
     for i, c in zip(floating, waiting, strict=True):
         arrays[i] = c
     sources = dict(zip(sources, values, strict=True))
@@ -155,13 +159,24 @@ def _held(
     return [lax.convert_element_type(g, dtype) for g, dtype in wide], measured
 
 
-def _ordered(
+def _way(
+    plan: StoragePlan, inputs: BackwardInputs, *, is_ordered: bool
+) -> Callable[..., list[jax.Array]] | None:
+    """How to evaluate a program that decodes; None where all is decoded before."""
+    if is_ordered:
+        return in_order
+    computes_again = has_checkpoints(plan.forward.backward.eqns)
+    return decoded_late if computes_again and is_traced(inputs.packed) else None
+
+
+def _by(
+    way: Callable[..., list[jax.Array]],
     program: BackwardProgram,
     storage: Storage,
     residuals: Sequence[Packed],
     cotangents: list[jax.Array],
 ) -> list[jax.Array]:
-    """The gradients, computed one after another."""
+    """The gradients, by a way to evaluate programs that decode."""
     floating = [
         i for i, c in enumerate(cotangents) if jnp.issubdtype(c.dtype, jnp.inexact)
     ]
@@ -174,9 +189,7 @@ def _ordered(
         own = [dataclasses.replace(r, arrays=arrays) for r, arrays in pairs]
         return program([_decoded(storage, r) for r in own], every)
 
-    return in_order(
-        run, [r.arrays for r in residuals], [cotangents[i] for i in floating]
-    )
+    return way(run, [r.arrays for r in residuals], [cotangents[i] for i in floating])
 
 
 def _packed(v: Var, arrays: PyTree, plan: StoragePlan, keys: Collection[str]) -> Packed:

@@ -12,7 +12,7 @@ these blocks at 2 bits, because XLA does not fuse across a barrier.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 
@@ -35,6 +35,16 @@ def in_order(
       packed: arrays that are decoded as late as possible.
       cotangents: arrays of floating types.
     """
+    order, env = traced(program, packed, cotangents)
+    return _Run(order, env, set(order.packed)).outputs()
+
+
+def traced(
+    program: Callable[[PyTree, list[jax.Array]], list[jax.Array]],
+    packed: PyTree,
+    cotangents: list[jax.Array],
+) -> tuple["Order", Env]:
+    """A backward pass's equations, and the values of its inputs."""
     leaves, tree = jax.tree.flatten(packed)
     count = len(leaves)
 
@@ -46,28 +56,30 @@ def in_order(
     jaxpr = prune(jaxpr, jaxpr.outvars)
     env = dict(zip(jaxpr.constvars, consts, strict=True))
     env |= dict(zip(jaxpr.invars, [*leaves, *cotangents], strict=True))
-    order = _Order.of(jaxpr, jaxpr.invars[count:])
-    return _Run(order, env, set(jaxpr.invars[:count])).outputs()
+    return Order.of(jaxpr, count), env
 
 
 @dataclasses.dataclass(frozen=True)
-class _Order:
+class Order:
     """The equations of a backward pass.
 
     Attributes:
+      packed: inputs that are no cotangents.
       moving: indices: those that depend on the cotangents.
       producers: for each value of the other ones, its equation's index.
       continuing: values that a later product depends on.
     """
 
     jaxpr: Jaxpr
+    packed: list[Var]
     moving: list[int]
     producers: dict[Var, int]
     continuing: set[Var]
 
     @classmethod
-    def of(cls, jaxpr: Jaxpr, cotangents: Sequence[Var]) -> "_Order":
-        """For a program's equations."""
+    def of(cls, jaxpr: Jaxpr, count: int) -> "Order":
+        """For a program whose first `count` inputs are no cotangents."""
+        packed, cotangents = jaxpr.invars[:count], jaxpr.invars[count:]
         depends, moving = set(cotangents), []
         producers: dict[Var, int] = {}
         for i, eqn in enumerate(jaxpr.eqns):
@@ -81,7 +93,7 @@ class _Order:
             eqn = jaxpr.eqns[i]
             if _has_product(eqn) or not continuing.isdisjoint(eqn.outvars):
                 continuing.update(depends.intersection(variables_in(eqn.invars)))
-        return cls(jaxpr, moving, producers, continuing)
+        return cls(jaxpr, list(packed), moving, producers, continuing)
 
     def before(self, eqn: Eqn, env: Env) -> list[Eqn]:
         """Equations that do not depend on the cotangents, but `eqn` on them."""
@@ -106,7 +118,7 @@ class _Run:
       ready: gradients since the last barrier.
     """
 
-    order: _Order
+    order: Order
     env: Env
     waiting: set[Var]
     fresh: list[Var] = dataclasses.field(default_factory=list)

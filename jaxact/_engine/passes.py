@@ -65,18 +65,20 @@ class Passes:
           inputs: for the forward program.
         """
         plan = self.plan
-        outputs, env = self._evaluate(inputs)
+        held, env = self._evaluate(inputs)
         values = [env[v] for v in self._packed_from]
         pack = self._jitted_pack if _can_jit(values) else self._pack
         packed = pack(seed, settings, values) if plan.packed else []
         exact = [env[v] for v in plan.exact]
         if packed:
-            outputs, packed, exact = barrier((outputs, packed, exact))
+            held, packed, exact = barrier((held, packed, exact))
         stored = dict.fromkeys(plan.decisions)
         stored.update(zip(plan.exact, exact, strict=True))
         # Behind the barrier: XLA's host offloading does not look through one.
         for v, arrays in zip(plan.packed, packed, strict=True):
             stored[v] = plan.decisions[v].codec.keep(arrays)
+        tail = plan.parts.tail
+        outputs = evaluate(tail, plan.forward.consts, [*inputs, *held])
         return outputs, list(stored.values()), [env[v] for v in plan.kept]
 
     def backward(
@@ -115,15 +117,16 @@ class Passes:
         return list(dict.fromkeys([*self.plan.packed, *statistics]))
 
     def _evaluate(self, inputs: Sequence[Array]) -> tuple[list[jax.Array], Env]:
-        """The outputs, and the values that the saved variables have."""
+        """The values for `Parts.tail`, and those that the saved variables have."""
         plan, forward = self.plan, self.plan.forward
         arguments = _together(inputs) if self.is_ordered else inputs
-        results = evaluate(plan.program, forward.consts, arguments)
-        env = dict(zip(plan.saved, results[forward.num_outputs :], strict=True))
+        results = evaluate(plan.parts.head, forward.consts, arguments)
+        count = len(plan.parts.held)
+        env = dict(zip(plan.saved, results[count:], strict=True))
         # An argument is kept as the array that it is: the program would give a copy.
         env |= dict(zip(forward.jaxpr.constvars, forward.consts, strict=True))
         env |= dict(zip(forward.jaxpr.invars, inputs, strict=True))
-        return results[: forward.num_outputs], env
+        return results[:count], env
 
     def _pack(
         self, seed: Array, settings: Probe, values: Sequence[jax.Array]

@@ -12,6 +12,7 @@ import functools
 from collections.abc import Iterable, Sequence
 
 from jaxact._form.affine_classes import Classes
+from jaxact._form.cuts import is_cut_at_groups
 from jaxact._jaxpr.read import is_literal
 from jaxact._jaxpr.types import Atom, Jaxpr, Producers, Var
 
@@ -74,10 +75,11 @@ class Chooser:
         return self._positions.get(v, -1)
 
     def _whole_or_parts(self, roots: Roots) -> Roots:
-        """Store parts apart only where they have fewer elements than the whole.
+        """Store parts apart where they have fewer elements, or need their own groups.
 
-        Queries, keys and values get their own groups; overlapping windows, which
-        together are larger than the value that they are cut from, do not.
+        Queries, keys and values do where groups do not end with them, and parts with
+        names, which may have rules. Overlapping windows, which together are larger than
+        the value that they are cut from, do not.
         """
         parts: dict[Var, list[Var]] = {}
         for v, whole in self.classes.parts.items():
@@ -85,9 +87,18 @@ class Chooser:
         roots = self._without_parts(roots)
         for whole in sorted(parts, key=self._position, reverse=True):
             needed = [v for v in parts[whole] if v in roots]
-            if sum(v.aval.size for v in needed) > whole.aval.size:
+            size = sum(v.aval.size for v in needed)
+            is_all = size == whole.aval.size and self._are_cut_at_groups(needed, whole)
+            if size > whole.aval.size or is_all:
                 roots = self._without_parts(roots | {whole: None})
         return roots
+
+    def _are_cut_at_groups(self, parts: Sequence[Var], whole: Var) -> bool:
+        return all(
+            v not in self.classes.names
+            and is_cut_at_groups(v, whole, self.classes, self.producers)
+            for v in parts
+        )
 
     def _without_parts(self, roots: Roots) -> Roots:
         """Without parts whose whole is a root: a ReLU's output where x is stored."""

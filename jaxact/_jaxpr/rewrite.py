@@ -4,6 +4,9 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import jax
+import numpy as np
+from jax import lax
 from jax.extend import core as jex, source_info_util
 from jax.interpreters import partial_eval
 
@@ -17,6 +20,7 @@ from jaxact._jaxpr.types import (
     ClosedJaxpr,
     Eqn,
     Jaxpr,
+    Literal,
     NameStack,
     Params,
     Primitive,
@@ -230,6 +234,10 @@ def new_variable(aval: Aval) -> Var:
     return cast(Var, jex.Var(aval))
 
 
+def new_literal(value: np.generic) -> Literal:
+    return cast(Literal, jex.Literal(value, jax.typeof(value)))
+
+
 def new_equation(
     like: Eqn,
     primitive: Primitive,
@@ -246,3 +254,8 @@ def new_equation(
         list(inputs), list(outputs), primitive, params, jex.no_effects, source, like.ctx
     )
     return eqn
+
+
+def barrier_equation(like: Eqn, inputs: Sequence[Atom], outputs: Sequence[Var]) -> Eqn:
+    """No output is there before all inputs are; placed as by `new_equation`."""
+    return new_equation(like, lax.optimization_barrier_p, inputs, outputs, {})

@@ -15,7 +15,7 @@ The *targets*, where noise is measured:
 Noise is not followed past its first target.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -30,9 +30,9 @@ from jaxact._jaxpr.primitives import JITS, MATMULS
 from jaxact._jaxpr.read import call_body, is_float, is_literal, variables_in
 from jaxact._jaxpr.rewrite import (
     Body,
+    barrier_equation,
     flatten,
     inlinable_body,
-    new_equation,
     new_variable,
     prune,
 )
@@ -268,12 +268,7 @@ def _body(eqn: Eqn) -> Body | None:
     if eqn.params.get("differentiated") and eqn.params.get("prevent_cse"):
         # A checkpoint recomputes behind a barrier, as in its own lowering.
         outside = [new_variable(v.aval) for v in inputs]
-        eqns, inputs = [*_barrier(eqn, outside, inputs), *eqns], outside
+        if inputs:
+            eqns = [barrier_equation(eqn, outside, inputs), *eqns]
+        inputs = outside
     return Body(inputs, eqns, jaxpr.outvars, constants)
-
-
-def _barrier(like: Eqn, inputs: Sequence[Var], outputs: Sequence[Var]) -> Iterator[Eqn]:
-    traced, _ = open_jaxpr(jax.make_jaxpr(lax.optimization_barrier)(0.0))
-    if inputs:
-        primitive = traced.eqns[0].primitive
-        yield new_equation(like, primitive, inputs, outputs, {})

@@ -23,6 +23,9 @@ from jaxact._jaxpr.types import ClosedJaxpr, Dtype, Env, Eqn, Var
 from jaxact._plan.copies import Copy, copies
 from jaxact._plan.forward import Forward
 from jaxact._plan.fusion import in_memory
+from jaxact._plan.masks import with_masks_of_outputs
+from jaxact._plan.products import with_products_apart
+from jaxact._plan.tail import Parts, parted
 from jaxact._policy import Policy
 
 # Values are stored through no smaller deviation, and no larger one than its inverse.
@@ -168,14 +171,18 @@ class StoragePlan:
     @functools.cached_property
     def fused(self) -> frozenset[Var]:
         """Packed variables that are computed where their encoding reads them."""
-        forward = self.forward
-        whole = in_memory(forward.jaxpr, forward.jaxpr.outvars[: forward.num_outputs])
         return frozenset(
             v
             for v in self.packed
             if v in self.normalized
-            or (self.decisions[v].residual.primitive in FUSED and v not in whole)
+            or (self.decisions[v].residual.primitive in FUSED and v not in self._whole)
         )
+
+    @functools.cached_property
+    def _whole(self) -> frozenset[Var]:
+        """Variables that are in memory, or better written there."""
+        forward = self.forward
+        return in_memory(forward.jaxpr, forward.jaxpr.outvars[: forward.num_outputs])
 
     @functools.cached_property
     def maps(self) -> dict[Var, Normalized | Copy]:
@@ -189,7 +196,15 @@ class StoragePlan:
         """The equations for the outputs and for `saved`, with those as outputs."""
         jaxpr = self.forward.jaxpr
         outputs = jaxpr.outvars[: self.forward.num_outputs]
-        return prune(jaxpr, [*outputs, *self.saved])
+        by_kernels = [v for v in self.packed if v not in self.fused]
+        program = prune(jaxpr, [*outputs, *self.saved])
+        program = with_masks_of_outputs(program, self.packed, outputs)
+        return with_products_apart(program, by_kernels)
+
+    @functools.cached_property
+    def parts(self) -> Parts:
+        """The program before and after the barrier at the call's end."""
+        return parted(self.program, self.forward.num_outputs)
 
     @functools.cached_property
     def saved(self) -> list[Var]:

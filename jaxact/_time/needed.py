@@ -33,6 +33,8 @@ def needed_elements(body: Computation) -> Mapping[str, int]:
 
 def _by(user: Instruction, made: Instruction, needed: Mapping[str, int]) -> int:
     """The elements that one reader needs."""
-    # Elementwise, or in other places; a reduction has fewer elements.
-    keeps = user.elements == made.elements
-    return needed[user.name] if keeps else made.elements
+    if user.elements == made.elements:  # elementwise, or in other places
+        return needed[user.name]
+    if user.opcode == "reduce" and user.operands[0] == made.name:
+        return needed[user.name] * made.elements // user.elements
+    return made.elements

@@ -156,6 +156,34 @@ def test_bytes(rows):
     }
 
 
+SPLIT = """HloModule jit_split
+
+%sum (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %c = f32[] add(%a, %b)
+}
+
+%fused_slice (partial: f32[2,2304,768]) -> bf16[768,768] {
+  %partial = f32[2,2304,768]{2,1,0} parameter(0)
+  %zero = f32[] constant(0)
+  %whole = f32[2304,768]{1,0} reduce(%partial, %zero), dimensions={0}, to_apply=%sum
+  %narrow = bf16[2304,768]{1,0} convert(%whole)
+  ROOT %part = bf16[768,768]{1,0} slice(%narrow), slice={[0:768], [0:768]}
+}
+
+ENTRY %main (p: f32[2,2304,768]) -> bf16[768,768] {
+  %p = f32[2,2304,768]{2,1,0} parameter(0)
+  ROOT %part.1 = bf16[768,768]{1,0} fusion(%p), kind=kLoop, calls=%fused_slice
+}
+"""
+
+
+def test_of_sums_that_are_sliced_only_those_are_computed():
+    (row,) = of(SPLIT).rows
+    assert (row.read_bytes, row.written_bytes) == (2 * 768 * 768 * 4, 768 * 768 * 2)
+
+
 def test_operations_and_totals(found, rows):
     assert rows["next"].flops == 2 * 4096 * 1024 * 1024
     assert found.flops == 24 * rows["next"].flops

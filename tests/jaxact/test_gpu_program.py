@@ -1,0 +1,69 @@
+"""What XLA makes of a compressed step for a GPU, against what it makes of plain JAX."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxact
+from jaxact import Policy
+from jaxact._engine.shared import TABLE, _or_zero
+from jaxact._memory.compiling import compile_step
+from support.gpu_target import needs_target
+
+D, HEADS = 512, 8
+P = {name: jax.ShapeDtypeStruct((D, D), jnp.bfloat16) for name in "qkvo"}
+X = jax.ShapeDtypeStruct((4, 256, D), jnp.bfloat16)
+
+
+def block(p, x):
+    heads = lambda name: (x @ p[name]).reshape(*x.shape[:2], HEADS, -1)
+    scores = jnp.einsum("bqhd,bkhd->bhqk", heads("q"), heads("k"))
+    weights = jax.nn.softmax(scores / 8)
+    mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, heads("v")).reshape(x.shape)
+    return x + mixed @ p["o"]
+
+
+@functools.cache
+def program(is_small):
+    f = jaxact.compress(block, policy=Policy(bits=4)) if is_small else block
+    step = jax.grad(lambda p, x: f(p, f(p, x)).astype(jnp.float32).sum())
+    return compile_step(step, (P, X), {}, "h100").as_text()
+
+
+@needs_target
+def test_products_that_kernels_pack_are_not_merged():
+    # Queries, keys and values; of their gradients the products may be merged.
+    merged = f" = bf16[{4 * 256},{3 * D}]{{1,0}} fusion("
+    assert merged in program(is_small=False)
+    assert merged not in program(is_small=True)
+
+
+@needs_target
+def test_metadata_of_residuals_that_are_stored_alike_take_one_kernel():
+    lines = program(is_small=True).splitlines()
+    line = f"f32[4,256,{D // 256}]"  # what decoding needs of a group
+    kernels = [x for x in lines if " fusion(" in x and line in x.split(" fusion(")[0]]
+    # A call has x, q, k, v and the mixed values; the softmax has other groups.
+    assert len(kernels) == 2
+    assert all(x.split(" fusion(")[0].count(line) >= 3 for x in kernels)
+
+
+def test_the_shared_operand_is_a_zero():
+    metadata = np.arange(12, dtype=np.uint32).reshape(3, 4) << 28
+    np.testing.assert_array_equal(jax.jit(_or_zero)(metadata, TABLE), metadata)
+
+
+@pytest.mark.parametrize("axes", [(None, 0), (0, 0), (0, None)])
+def test_it_lowers_for_a_gpu_under_vmap(axes):
+    f = jaxact.compress(block, policy=Policy(bits=4))
+    gradient = jax.grad(lambda p, x: f(p, x).astype(jnp.float32).sum())
+    stack = lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype)
+    pairs = zip((P, X), axes, strict=True)
+    args = [x if axis is None else jax.tree.map(stack, x) for x, axis in pairs]
+    traced = jax.jit(jax.vmap(gradient, in_axes=axes)).trace(*args)
+    assert "jaxact" in traced.lower(lowering_platforms=("cuda",)).as_text(
+        debug_info=True
+    )
