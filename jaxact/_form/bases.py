@@ -1,7 +1,7 @@
 """Let a policy decide about the bases in a forward program."""
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from jaxact._codec import Bias, Exact, Recompute
 from jaxact._decision import Decision, Reason, Remark
@@ -9,6 +9,7 @@ from jaxact._form.affine_classes import classify
 from jaxact._form.cells import cell_body
 from jaxact._form.chooser import Chooser
 from jaxact._form.conditioning import ill_conditioned
+from jaxact._form.cuts import is_cut_at_groups
 from jaxact._form.derivative import DERIVATIVE_OF
 from jaxact._form.norms import Norms, norms_in
 from jaxact._form.poles import sources_instead
@@ -147,11 +148,22 @@ def _bases(reading: Reading) -> _Bases:
         if sources:
             spared |= dict.fromkeys(sources, Reason.NEAR_POLE)
             chooser = chooser_with(spared)
-    stored = tuple(chooser.choose(reading.leaves))
+
+    def bases_with(wholes: Collection[Var]) -> _Bases:
+        stored = tuple(chooser.choose(reading.leaves, wholes))
+        uses = _uses(reading, _roundings(chooser, stored))
+        return _Bases(reading, chooser, norms, stored, uses, spared)
+
+    bases = bases_with(())
+    wholes = _alike_in_parts(bases)
+    return bases_with(wholes) if wholes else bases
+
+
+def _uses(reading: Reading, roundings: Mapping[Atom, int]) -> Uses:
+    """How the backward program uses roundings, as bits by `_roundings`."""
     backward = reading.forward.backward
-    roundings = _roundings(chooser, stored)
     leaves = zip(backward.residuals, reading.forward.residuals, strict=True)
-    uses = find_uses(
+    return find_uses(
         reading.forward.used_backward,
         backward.cotangents,
         {
@@ -160,7 +172,42 @@ def _bases(reading: Reading) -> _Bases:
             if not is_literal(v) and roundings.get(leaf)
         },
     )
-    return _Bases(reading, chooser, norms, stored, uses, spared)
+
+
+def _alike_in_parts(bases: _Bases) -> list[Var]:
+    """Values whose parts, all of them, would be packed alike, in the same groups."""
+    chooser = bases.chooser
+    classes = chooser.classes
+    parts: dict[Var, list[Var]] = {}
+    for v in bases.stored:
+        if v in classes.parts and v not in classes.names:
+            parts.setdefault(classes.parts[v], []).append(v)
+    return [
+        whole
+        for whole, own in parts.items()
+        if sum(v.aval.size for v in own) == whole.aval.size
+        and all(is_cut_at_groups(v, whole, classes, chooser.producers) for v in own)
+        and _is_decided_alike(bases, whole, own)
+    ]
+
+
+def _is_decided_alike(bases: _Bases, whole: Var, parts: Sequence[Var]) -> bool:
+    """Whether the policy rounds all parts by one action, and by no rule of their own.
+
+    A rule may be about the whole: by a key that was measured.
+    """
+    decisions = [_decide_base(bases, v) for v in parts]
+    is_again = any(d.residual.is_recomputed_from for d in decisions)
+    residual = _residual(bases.reading, bases.chooser, whole)
+    residual = dataclasses.replace(residual, is_recomputed_from=is_again)
+    decision = bases.reading.decide(residual)
+    rules = {d.rule for d in decisions} - {None}
+    if any(d.bias is Bias.EXACT or isinstance(d.action, Recompute) for d in decisions):
+        return False
+    actions = {d.action for d in decisions}
+    if rules:
+        return rules == {decision.rule} and actions == {decision.action}
+    return len(actions) == 1
 
 
 def _sources_near_poles(

@@ -9,10 +9,9 @@ fused query-key-value product).
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from jaxact._form.affine_classes import Classes
-from jaxact._form.cuts import is_cut_at_groups
 from jaxact._jaxpr.read import is_literal
 from jaxact._jaxpr.types import Atom, Jaxpr, Producers, Var
 
@@ -33,9 +32,15 @@ class Chooser:
         inexact = [v for v in variables if not self.classes.is_exact(v)]
         return list(dict.fromkeys(self.classes.base[v] for v in inexact))
 
-    def choose(self, residuals: Sequence[Var]) -> list[Var]:
-        """The bases to store for `residuals`."""
-        roots = self._whole_or_parts(dict.fromkeys(self.bases(residuals)))
+    def choose(
+        self, residuals: Sequence[Var], wholes: Collection[Var] = ()
+    ) -> list[Var]:
+        """The bases to store for `residuals`.
+
+        Args:
+          wholes: to be stored in place of their parts.
+        """
+        roots = self._whole_or_parts(dict.fromkeys(self.bases(residuals)), wholes)
         roots = self._split_concatenations(roots)
         joined = self._sums_of_two(roots)
         return [v for v in roots if v not in joined]
@@ -74,12 +79,11 @@ class Chooser:
         """The place where `v` is computed; inputs come first."""
         return self._positions.get(v, -1)
 
-    def _whole_or_parts(self, roots: Roots) -> Roots:
-        """Store parts apart where they have fewer elements, or need their own groups.
+    def _whole_or_parts(self, roots: Roots, wholes: Collection[Var]) -> Roots:
+        """Store parts apart only where they have fewer elements than the whole.
 
-        Queries, keys and values do where groups do not end with them, and parts with
-        names, which may have rules. Overlapping windows, which together are larger than
-        the value that they are cut from, do not.
+        Queries, keys and values get their own groups; overlapping windows, which
+        together are larger than the value that they are cut from, do not.
         """
         parts: dict[Var, list[Var]] = {}
         for v, whole in self.classes.parts.items():
@@ -88,17 +92,9 @@ class Chooser:
         for whole in sorted(parts, key=self._position, reverse=True):
             needed = [v for v in parts[whole] if v in roots]
             size = sum(v.aval.size for v in needed)
-            is_all = size == whole.aval.size and self._are_cut_at_groups(needed, whole)
-            if size > whole.aval.size or is_all:
+            if size > whole.aval.size or (whole in wholes and needed):
                 roots = self._without_parts(roots | {whole: None})
         return roots
-
-    def _are_cut_at_groups(self, parts: Sequence[Var], whole: Var) -> bool:
-        return all(
-            v not in self.classes.names
-            and is_cut_at_groups(v, whole, self.classes, self.producers)
-            for v in parts
-        )
 
     def _without_parts(self, roots: Roots) -> Roots:
         """Without parts whose whole is a root: a ReLU's output where x is stored."""

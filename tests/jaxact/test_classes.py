@@ -112,43 +112,6 @@ def test_the_parts_of_a_fused_product_have_groups_of_their_own():
     assert stored(f, p) == ({(T, D): 4, (T, T): 1}, 0)
 
 
-def cut(w, mark=lambda v: v):
-    q, k, v = map(mark, jnp.split(w, 3, -1))
-    return jax.nn.softmax(q @ k.T) @ v
-
-
-WIDE = 768  # columns in three parts of 256, a group's length
-# How parts are cut from one product, and whether they are stored as one.
-CUTS = {
-    "split": (cut, True),
-    "after a bias": (lambda y: cut(y + jnp.ones((1, WIDE))), True),
-    "sliced": (
-        lambda y: jax.nn.softmax(y[:, :256] @ y[:, 256:512].T) @ y[:, 512:],
-        True,
-    ),
-    "heads": (lambda y: mixed(*jnp.unstack(y.reshape(T, 3, 4, 64), axis=1)), True),
-    "heads, parts last": (
-        lambda y: mixed(*jnp.unstack(y.reshape(T, 4, 64, 3), axis=3)),
-        False,
-    ),
-    "moved": (lambda y: cut(y[:, ::-1]), False),
-    "named": (lambda y: cut(y, lambda v: checkpoint_name(v, "part")), False),
-    "two of them": (lambda y: jnp.sin(y[:, :256] @ y[:, 256:512].T), False),
-}
-
-
-def mixed(q, k, v):
-    weights = jax.nn.softmax(jnp.einsum("thd,Thd->htT", q, k))
-    return jnp.einsum("htT,Thd->thd", weights, v)
-
-
-@pytest.mark.parametrize("f, is_one", CUTS.values(), ids=CUTS)
-def test_parts_that_end_with_groups_are_stored_as_one(f, is_one):
-    p = {"qkv": jnp.concatenate(3 * [W, W, W, W], -1)}
-    shapes, _ = stored(lambda p, x: f(x @ p["qkv"]), p)
-    assert ((T, WIDE) in shapes) == is_one
-
-
 def test_of_a_large_value_a_small_part_is_stored():
     def f(p, x):
         return jnp.square((x @ p["w"])[:, :8])
