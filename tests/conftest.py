@@ -43,18 +43,22 @@ def pytest_addoption(parser):
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
     """Leave out the tests that `--quick` names; `.ci/run` runs them."""
+    # Slow ones first: no worker starts one when the others have nothing left to do.
+    items.sort(key=lambda item: not _is(item, "slow"))
     if not config.getoption("quick"):
         return
     tests = collections.defaultdict(list)
     for item in items:
-        if not any(item.iter_markers("slow")) and not any(
-            item.iter_markers("thorough")
-        ):
+        if not _is(item, "slow") and not _is(item, "thorough"):
             tests[item.path, item.location[2].partition("[")[0]].append(item)
     kept = [item for variants in tests.values() for item in _some(variants)]
     left_out = set(items) - set(kept)
     config.hook.pytest_deselected(items=[i for i in items if i in left_out])
     items[:] = [item for item in items if item not in left_out]
+
+
+def _is(item, marker):
+    return item.get_closest_marker(marker) is not None
 
 
 def _some(variants):

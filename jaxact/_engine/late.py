@@ -1,6 +1,6 @@
-"""A backward pass that decodes what a checkpoint reads where it is computed again.
+"""A backward pass that decodes residuals where a checkpoint computes with them again.
 
-What `jax.checkpoint` computes again starts behind an optimization barrier, lest XLA
+Computing again for `jax.checkpoint` starts behind an optimization barrier, lest XLA
 take the forward pass's values for it. Residuals decoded before the barrier are arrays
 in memory, in their own order of axes, and attention then transposes each of them for
 every product that reads it. Here the packed words wait at the barrier; XLA decodes them

@@ -44,7 +44,7 @@ def traced(
     packed: PyTree,
     cotangents: list[jax.Array],
 ) -> tuple["Order", Env]:
-    """A backward pass's equations, and the values of its inputs."""
+    """A backward pass's equations, and its inputs' values."""
     leaves, tree = jax.tree.flatten(packed)
     count = len(leaves)
 

@@ -175,7 +175,7 @@ def _uses(reading: Reading, roundings: Mapping[Atom, int]) -> Uses:
 
 
 def _alike_in_parts(bases: _Bases) -> list[Var]:
-    """Values whose parts, all of them, would be packed alike, in the same groups."""
+    """Values whose parts would all be packed alike, in the same groups."""
     chooser = bases.chooser
     classes = chooser.classes
     parts: dict[Var, list[Var]] = {}
@@ -192,7 +192,7 @@ def _alike_in_parts(bases: _Bases) -> list[Var]:
 
 
 def _is_decided_alike(bases: _Bases, whole: Var, parts: Sequence[Var]) -> bool:
-    """Whether the policy rounds all parts by one action, and by no rule of their own.
+    """Whether the policy rounds all parts by one action, and by no rule about parts.
 
     A rule may be about the whole: by a key that was measured.
     """

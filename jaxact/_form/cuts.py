@@ -19,7 +19,7 @@ _GROUP = 256
 def is_cut_at_groups(
     part: Var, whole: Var, classes: Classes, producers: Producers
 ) -> bool:
-    """Whether each group of `whole` has elements of one part alone."""
+    """Whether no group in `whole` has elements from two parts."""
     cut = producers[part]
     shape, (v, *_) = whole.aval.shape, cut.invars
     while v is not whole:

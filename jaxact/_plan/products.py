@@ -58,9 +58,9 @@ def _with_moved(jaxpr: Jaxpr, packed: Collection[Var]) -> set[Var]:
 
 
 def _barrier(like: Eqn, v: Var, own: Var, number: int) -> Eqn:
-    """An equation that gives `own` the value of `v`.
+    """An equation that gives `own` the value `v`.
 
-    With a number: XLA makes one barrier of two that are equal.
+    With a number: XLA joins barriers that are equal.
     """
     tag = new_literal(np.int32(number))
     return barrier_equation(like, [v, tag], [own, new_variable(tag.aval)])

@@ -2,8 +2,8 @@
 
 A barrier at a call's end lets nothing after it start before residuals are packed, and
 XLA fuses nothing across it. These operations are evaluated behind it, so that XLA can
-fuse them with their readers in the next call: in a transformer the sum of a block's
-input and its output with the statistics of the next norm.
+fuse them with their readers in the next call: in a transformer the sum at a block's
+end with the next norm's statistics.
 """
 
 import collections
