@@ -23,9 +23,7 @@ from jaxact._jaxpr.types import ClosedJaxpr, Dtype, Env, Eqn, Var
 from jaxact._plan.copies import Copy, copies
 from jaxact._plan.forward import Forward
 from jaxact._plan.fusion import in_memory
-from jaxact._plan.masks import with_masks_of_outputs
 from jaxact._plan.products import with_products_apart
-from jaxact._plan.tail import Parts, parted
 from jaxact._policy import Policy
 
 # Values are stored through no smaller deviation, and no larger one than its inverse.
@@ -197,14 +195,7 @@ class StoragePlan:
         jaxpr = self.forward.jaxpr
         outputs = jaxpr.outvars[: self.forward.num_outputs]
         by_kernels = [v for v in self.packed if v not in self.fused]
-        program = prune(jaxpr, [*outputs, *self.saved])
-        program = with_masks_of_outputs(program, self.packed, outputs)
-        return with_products_apart(program, by_kernels)
-
-    @functools.cached_property
-    def parts(self) -> Parts:
-        """The program before and after the barrier at the call's end."""
-        return parted(self.program, self.forward.num_outputs)
+        return with_products_apart(prune(jaxpr, [*outputs, *self.saved]), by_kernels)
 
     @functools.cached_property
     def saved(self) -> list[Var]:
