@@ -34,7 +34,6 @@ from jaxact._jaxpr.opaque import hide
 from jaxact._jaxpr.read import is_float
 from jaxact._jaxpr.types import Array, Env, PyTree, Var
 from jaxact._plan.mark import will_be_rounded
-from jaxact._plan.masks import with_masks_of_outputs
 from jaxact._plan.storage import StoragePlan
 from jaxact._plan.tail import Parts, parted
 
@@ -113,17 +112,8 @@ class Passes:
 
     @functools.cached_property
     def _parts(self) -> Parts:
-        """The program before and after the barrier at the call's end.
-
-        In a policy's checkpoint masks are not read from the outputs, which it does not
-        compute again (ResNet-50 at 4 bits on an H100: 421 MiB, else 476).
-        """
-        plan, program = self.plan, self.plan.program
-        count = plan.forward.num_outputs
-        if not self.is_ordered:
-            outputs = program.outvars[:count]
-            program = with_masks_of_outputs(program, plan.packed, outputs)
-        return parted(program, count)
+        """The program before and after the barrier at the call's end."""
+        return parted(self.plan.program, self.plan.forward.num_outputs)
 
     @functools.cached_property
     def _packed_from(self) -> list[Var]:
