@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
+from jaxact._engine.evaluation import DecodingProgram
 from jaxact._engine.late import decoded_late, has_checkpoints
 from jaxact._engine.ordered import in_order
 from jaxact._engine.shared import TABLE, with_shared_operand
@@ -27,6 +28,9 @@ from jaxact._jaxpr.evaluate import in_mesh_of, is_traced, value_of
 from jaxact._jaxpr.types import Dtype, Env, PyTree, Var
 from jaxact._plan.again import again_p
 from jaxact._plan.storage import StoragePlan
+
+# Evaluates a program that decodes its first argument.
+_Way: TypeAlias = Callable[[DecodingProgram, PyTree, list[jax.Array]], list[jax.Array]]
 
 
 def backward_pass(
@@ -159,9 +163,7 @@ def _held(
     return [lax.convert_element_type(g, dtype) for g, dtype in wide], measured
 
 
-def _way(
-    plan: StoragePlan, inputs: BackwardInputs, *, is_ordered: bool
-) -> Callable[..., list[jax.Array]] | None:
+def _way(plan: StoragePlan, inputs: BackwardInputs, *, is_ordered: bool) -> _Way | None:
     """How to evaluate a program that decodes; None where all is decoded before."""
     if is_ordered:
         return in_order
@@ -174,7 +176,7 @@ def _way(
 
 
 def _by(
-    way: Callable[..., list[jax.Array]],
+    way: _Way,
     program: BackwardProgram,
     storage: Storage,
     residuals: Sequence[Packed],

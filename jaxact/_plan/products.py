@@ -40,7 +40,8 @@ def with_products_apart(jaxpr: Jaxpr, packed: Collection[Var]) -> Jaxpr:
     eqns: list[Eqn] = []
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == _PRODUCT and not moved.isdisjoint(eqn.outvars):
-            shared = [v for v in set(variables_in(eqn.invars)) if readers[v] > 1]
+            operands = dict.fromkeys(variables_in(eqn.invars))
+            shared = [v for v in operands if readers[v] > 1]
             own = {v: new_variable(v.aval) for v in shared}
             eqns += [_barrier(eqn, v, own[v], number=len(eqns)) for v in shared]
             eqn = eqn.replace(invars=[own.get(x, x) for x in eqn.invars])

@@ -169,18 +169,14 @@ class StoragePlan:
     @functools.cached_property
     def fused(self) -> frozenset[Var]:
         """Packed variables that are computed where their encoding reads them."""
+        forward = self.forward
+        whole = in_memory(forward.jaxpr, forward.jaxpr.outvars[: forward.num_outputs])
         return frozenset(
             v
             for v in self.packed
             if v in self.normalized
-            or (self.decisions[v].residual.primitive in FUSED and v not in self._whole)
+            or (self.decisions[v].residual.primitive in FUSED and v not in whole)
         )
-
-    @functools.cached_property
-    def _whole(self) -> frozenset[Var]:
-        """Variables that are in memory, or better written there."""
-        forward = self.forward
-        return in_memory(forward.jaxpr, forward.jaxpr.outvars[: forward.num_outputs])
 
     @functools.cached_property
     def maps(self) -> dict[Var, Normalized | Copy]:

@@ -64,17 +64,13 @@ def test_parts_that_end_with_groups_are_stored_as_one(f, is_one):
 
 @pytest.mark.filterwarnings("ignore::jaxact.CompressionWarning")  # 4 bits, by a rule
 def test_parts_that_are_decided_about_apart_are_stored_apart():
-
     def f(w, x):
         mix = jax.checkpoint(lambda q, k, v: jax.nn.softmax(q @ k.T) @ v)
         return mix(*jnp.split(x @ w, 3, -1))
 
     # By default queries and keys, whose scores are computed again, take 8 bits.
-    assert [r.action.bits for r in rows(f, Policy(4)) if r.shape == (T, 256)] == [
-        8,
-        8,
-        4,
-    ]
+    parts = [r.action.bits for r in rows(f, Policy(4)) if r.shape == (T, 256)]
+    assert parts == [8, 8, 4]
     again = Rule(Quantize(4), recomputed_from=True)
     shapes = stored(f, Policy(4, rules=[again]))
     assert shapes == {(T, D): 1, (T, WIDE): 1}

@@ -1,0 +1,124 @@
+"""Evaluate a backward pass so that each residual is decoded where it is first read."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Self, TypeAlias
+
+import jax
+
+from jaxact._jaxpr.compat import open_jaxpr
+from jaxact._jaxpr.evaluate import bind, value_of
+from jaxact._jaxpr.primitives import MATMULS
+from jaxact._jaxpr.read import programs_in, variables_in
+from jaxact._jaxpr.rewrite import prune
+from jaxact._jaxpr.types import Env, Eqn, Jaxpr, PyTree, Var
+
+# (arrays that are decoded, cotangents of floating types) -> gradients
+DecodingProgram: TypeAlias = Callable[[PyTree, list[jax.Array]], list[jax.Array]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """The equations of a backward pass.
+
+    Attributes:
+      packed: inputs that are no cotangents.
+      moving: indices: those that depend on the cotangents.
+      producers: for each value of the other ones, its equation's index.
+      continuing: values that a later product depends on.
+    """
+
+    jaxpr: Jaxpr
+    packed: list[Var]
+    moving: list[int]
+    producers: dict[Var, int]
+    continuing: set[Var]
+
+    @classmethod
+    def of(cls, jaxpr: Jaxpr, count: int) -> "Order":
+        """For a program whose first `count` inputs are no cotangents."""
+        packed, cotangents = jaxpr.invars[:count], jaxpr.invars[count:]
+        depends, moving = set(cotangents), []
+        producers: dict[Var, int] = {}
+        for i, eqn in enumerate(jaxpr.eqns):
+            if depends.isdisjoint(variables_in(eqn.invars)) and not eqn.effects:
+                producers.update(dict.fromkeys(eqn.outvars, i))
+            else:
+                moving.append(i)
+                depends.update(eqn.outvars)
+        continuing: set[Var] = set()
+        for i in reversed(moving):
+            eqn = jaxpr.eqns[i]
+            if has_product(eqn) or not continuing.isdisjoint(eqn.outvars):
+                continuing.update(depends.intersection(variables_in(eqn.invars)))
+        return cls(jaxpr, list(packed), moving, producers, continuing)
+
+    def before(self, eqn: Eqn, env: Env) -> list[Eqn]:
+        """Equations that do not depend on the cotangents, but `eqn` on them."""
+        found: set[int] = set()
+        left = variables_in(eqn.invars)
+        while left:
+            v = left.pop()
+            i = self.producers.get(v)
+            if i is not None and i not in found and v not in env:
+                found.add(i)
+                left += variables_in(self.jaxpr.eqns[i].invars)
+        return [self.jaxpr.eqns[i] for i in sorted(found)]
+
+
+@dataclasses.dataclass
+class Evaluation:
+    """One evaluation, equation by equation."""
+
+    order: Order
+    env: Env
+
+    @classmethod
+    def of(
+        cls, program: DecodingProgram, packed: PyTree, cotangents: list[jax.Array]
+    ) -> Self:
+        """For `program(packed, cotangents)`."""
+        leaves, tree = jax.tree.flatten(packed)
+        count = len(leaves)
+
+        def flat(*arrays: jax.Array) -> list[jax.Array]:
+            own = jax.tree.unflatten(tree, arrays[:count])
+            return program(own, list(arrays[count:]))
+
+        closed = jax.make_jaxpr(flat)(*leaves, *cotangents)
+        jaxpr, consts = open_jaxpr(closed)
+        jaxpr = prune(jaxpr, jaxpr.outvars)
+        env = dict(zip(jaxpr.constvars, consts, strict=True))
+        env |= dict(zip(jaxpr.invars, [*leaves, *cotangents], strict=True))
+        return cls(Order.of(jaxpr, count), env)
+
+    def outputs(self) -> list[jax.Array]:
+        """The program's results."""
+        jaxpr = self.order.jaxpr
+        for i in self.order.moving:
+            self.step(jaxpr.eqns[i])
+        for v in dict.fromkeys(variables_in(jaxpr.outvars)):
+            if v not in self.env:
+                self.evaluate(jaxpr.eqns[self.order.producers[v]])
+        return [value_of(v, self.env) for v in jaxpr.outvars]
+
+    def step(self, eqn: Eqn) -> None:
+        """An equation that depends on the cotangents."""
+        self.evaluate(eqn)
+
+    def evaluate(self, eqn: Eqn) -> None:
+        """An equation, after those that it needs."""
+        self.run([*self.order.before(eqn, self.env), eqn], self.env)
+
+    def run(self, eqns: list[Eqn], env: Env) -> None:
+        """Equations whose other inputs are in `env`, to which results are added."""
+        for eqn in eqns:
+            results = bind(eqn, [value_of(v, env) for v in eqn.invars])
+            env.update(zip(eqn.outvars, results, strict=True))
+
+
+def has_product(eqn: Eqn) -> bool:
+    """Whether it is a matrix product or a convolution, or has one inside."""
+    return eqn.primitive.name in MATMULS or any(
+        has_product(inner) for program in programs_in(eqn) for inner in program.eqns
+    )
