@@ -13,6 +13,7 @@ import jaxact
 from examples.models import transformer
 from jaxact._memory.compiling import compile_step
 from support.gpu_target import needs_target
+from support.variants import thorough
 
 SIZE = transformer.Size(layers=3, batch=2, length=128, width=256, hidden=512)
 NAMED = jax.checkpoint_policies.save_only_these_names(*transformer.NAMES)
@@ -75,6 +76,7 @@ def offloaded(policy):
     return compile_step(jax.grad(loss), tuple(args), {}, "h100")
 
 
+@thorough
 @needs_target
 def test_offloaded_residuals_of_a_scan_come_and_go_while_others_are_computed():
     """ActNN's levels 4 and 5 (`policies.actnn`), without its stops at each layer."""

@@ -286,6 +286,7 @@ def test_every_way_of_keeping_starts_from_the_same_network(monkeypatch):
         jax.tree.map(close, other, found[0])
 
 
+@thorough
 def test_chunks_of_attention(monkeypatch):
     """The same values in chunks; recomputed or packed they take less."""
     monkeypatch.syspath_prepend(EXAMPLES / "benchmarks")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from scipy.special import erf, softmax
 
+from support.variants import thorough
 from test_examples import mib, rows, run
 
 for package in ("flax", "optax", "orbax.checkpoint", "rich", "safetensors"):
@@ -108,6 +109,7 @@ def test_another_network_is_named(bert):
         bert.from_tensors(CONFIG | {"model_type": "roberta"}, {})
 
 
+@thorough
 def test_training():
     text = run("sentences.py", "--steps", "3", "--bits", "2")
     assert "test accuracy" in text

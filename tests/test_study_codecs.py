@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jaxact
+from support.variants import thorough
 
 pytest.importorskip("flax")
 pytest.importorskip("optax")
@@ -48,6 +49,7 @@ def test_bits_by_a_table_of_gradients(codecs):
     assert codec.declines((8, 512), np.float32)
 
 
+@thorough
 def test_zero_values_take_a_bit(zeros):
     """With room for all that is not zero, and with room for half of it."""
     values = np.random.default_rng(0).normal(size=(3, zeros.ROW))

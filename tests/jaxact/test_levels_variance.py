@@ -7,6 +7,7 @@ import pytest
 
 from jaxact import Adaptive, Cost, Dithered, Quantize, Rotated
 from jaxact._bits.cost import levels_variance
+from support.variants import thorough
 
 F32 = jnp.float32
 WIDTHS = tuple(range(1, 9))
@@ -20,6 +21,7 @@ def test_levels_variance():
             levels_variance(bits, action)
 
 
+@thorough
 @pytest.mark.parametrize("kind", [Quantize, Dithered, Rotated, Adaptive])
 def test_levels_variance_is_the_error_of_the_format(kind):
     """On normal values, over the error at 4 bits.

@@ -91,6 +91,7 @@ def test_the_reference_is_three_times_faster_than_a_first_attempt(small_run, tmp
         assert slowdown(rows) >= 3
 
 
+@thorough
 @needs_target
 def test_instructions_leave_room_for_the_speed_aimed_at(tmp_path):
     needs_disassembler()
@@ -128,6 +129,7 @@ def test_instructions_of_a_rotation_are_few_enough(tmp_path):
         assert row["compute_bytes_per_second"] >= least.get(name, 2.0e12)
 
 
+@thorough
 @needs_target
 def test_tuning_for_a_gpu_that_is_not_attached_counts_candidates(tmp_path):
     needs_disassembler()

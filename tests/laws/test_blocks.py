@@ -175,6 +175,7 @@ def test_gradients_are_unbiased(block, bits):
     assert (abs(drawn.mean(0) - truth) <= 5.5 * error + slack).all()
 
 
+@thorough
 @pytest.mark.parametrize("name", sorted(USED_TWICE))
 def test_what_is_used_twice_has_less_bias_than_a_tenth_of_its_noise(name):
     """At the default bits; the mean of 2048 draws is known to 5.5 / sqrt(2048)."""
