@@ -2,6 +2,7 @@
 
 import pytest
 
+from jaxact._jaxpr.compat import HAS_GENERIC_BATCHING
 from support.measures import measure, walk
 from test_layout import CORE, KERNELS
 
@@ -20,4 +21,5 @@ def test_words_and_types(folder):
 @pytest.mark.parametrize("backward", [False, True], ids=["forth", "back"])
 def test_way_of_a_residual(backward):
     """From `compress` to a packed word, through the passes that alike calls share."""
-    assert 1 < len(walk(backward=backward)) <= 7
+    is_short = HAS_GENERIC_BATCHING or backward  # else the rule is evaluated by a rule
+    assert 1 < len(walk(backward=backward)) <= (7 if is_short else 8)

@@ -12,6 +12,7 @@ is the median of several runs, alternating between the two. `trace again` is a s
 
 import argparse
 import functools
+import gc
 import json
 import resource
 import statistics
@@ -103,6 +104,7 @@ def cpu_seconds() -> float:
 
 
 def timed(call: Callable[[], Any]) -> tuple[Any, float]:
+    gc.collect()  # else this call pays for garbage of earlier ones
     start = cpu_seconds()
     return call(), cpu_seconds() - start
 

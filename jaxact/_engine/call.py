@@ -28,6 +28,7 @@ from jaxact._checkpoint_policies import PACKED_NAME
 from jaxact._codec import Exact
 from jaxact._decision import Decision
 from jaxact._engine.checkpointed import checkpointed
+from jaxact._engine.custom_rule import with_rule
 from jaxact._engine.lines import user_line
 from jaxact._engine.number import Site, number_in_trace
 from jaxact._engine.outputs import independent_outputs, select_outputs, when_all
@@ -37,7 +38,7 @@ from jaxact._engine.scan import CompressBody, contains_scan
 from jaxact._engine.seeds import salted, seed_at
 from jaxact._engine.storage import Draw, Packed, Storage
 from jaxact._engine.warnings import notice, notice_call, planning, warn_about_rules
-from jaxact._jaxpr.compat import VJP_OPTIONS, reduced_like
+from jaxact._jaxpr.compat import reduced_like
 from jaxact._jaxpr.evaluate import is_traced
 from jaxact._jaxpr.labels import Label, current_path
 from jaxact._jaxpr.types import Array, Jaxpr, PyTree
@@ -244,8 +245,7 @@ class _Rule:
     ran_forward: bool = False
 
     def __call__(self, draw: Draw, values: Sequence[Array]) -> list[jax.Array]:
-        call = jax.custom_vjp(self.call)
-        call.defvjp(self.forward, self.backward, **VJP_OPTIONS)
+        call = with_rule(self.call, self.forward, self.backward)
         try:
             return call(draw, *values)
         except TypeError as error:
@@ -262,10 +262,10 @@ class _Rule:
 
     def call(self, draw: Draw, *values: jax.Array) -> list[jax.Array]:
         """The outputs, where nothing is differentiated."""
-        if not draw.probe:  # a call that measures is not measured again
-            engine = self.engine
-            own = CompressedCall(self.flat, engine.own_policy, engine.prefix)
-            mark_call(draw.seed, own)
+        engine = self.engine
+        own = CompressedCall(self.flat, engine.own_policy, engine.prefix)
+        # A call that measures is not measured again.
+        mark_call(draw.seed, None if draw.probe else own)
         return self.flat(*values)
 
     def forward(

@@ -12,8 +12,8 @@ import jax
 
 from jaxact._engine.seeds import salted
 from jaxact._engine.storage import Draw
-from jaxact._jaxpr.compat import HAS_GENERIC_BATCHING, open_jaxpr
-from jaxact._jaxpr.types import Array, Jaxpr
+from jaxact._jaxpr.compat import open_jaxpr
+from jaxact._jaxpr.types import Array
 from jaxact._trace import Flat, Kind
 
 
@@ -52,20 +52,9 @@ def checkpointed(
             *("probe" for _ in settings),
         ),
         owners=(
-            *(-1 for _ in consts),
-            _owner(jaxpr),
+            *(-1 for _ in (*consts, draw.seed)),
             *flat.owners,
             *(-1 for _ in settings),
         ),
     )
     return outer, [*consts, *inputs]
-
-
-def _owner(jaxpr: Jaxpr) -> int:
-    """The number of the seed's owner, which is no argument.
-
-    Its own for each program before JAX 0.11: calls that are alike share the first
-    program (`Flat.first_alike`), and there a custom rule in a program cannot be
-    differentiated again with other residuals.
-    """
-    return -1 if HAS_GENERIC_BATCHING else -id(jaxpr)

@@ -1,5 +1,6 @@
 """Plan a call: trace its forward program and decide about the residuals."""
 
+import collections
 import dataclasses
 import weakref
 from collections.abc import Callable, Hashable, Sequence
@@ -18,7 +19,7 @@ from jaxact._jaxpr.types import Array
 from jaxact._plan.each import plan_each_residual
 from jaxact._plan.forward import Forward, ForwardTrace
 from jaxact._policy import Policy
-from jaxact._trace import Flat, Kind
+from jaxact._trace import Flat, Kind, Static
 
 # Makes the evaluation of scan bodies, whose decisions it adds to the list.
 NewBody: TypeAlias = Callable[[list[Decision]], CompressBody]
@@ -76,8 +77,23 @@ class _Made:
     distinct: dict[Hashable, Passes] = dataclasses.field(default_factory=dict)
 
 
-# Alive as long as a traced program that was planned by them.
 _planned: "weakref.WeakValueDictionary[CallKey, _Plans]" = weakref.WeakValueDictionary()
+
+# So many of the latest plans stay: a second jit of a function, or a table of its
+# residuals, may come when Python has collected all that the first trace left.
+_LATEST = 128
+
+
+@jax.jit
+def _latest() -> Static:
+    """The latest plans; JAX keeps what a trace returned until `jax.clear_caches()`."""
+    return Static(collections.deque(maxlen=_LATEST))
+
+
+def _keep(plans: _Plans) -> None:
+    latest = jax.eval_shape(_latest).value
+    if plans not in latest:
+        latest.append(plans)
 
 
 def plan_call(
@@ -92,6 +108,7 @@ def plan_call(
     plans = _planned.get(key)
     if plans is None:
         plans = _planned[key] = _start(key, new_body)
+    _keep(plans)
     settings = list(draw.probe.values())
     forward = plans.trace.trace(draw.seed, [*values, *settings])
     if plans.latest is None or plans.latest[0] is not forward:

@@ -27,6 +27,8 @@ VJP_OPTIONS: dict[str, Any] = {"symbolic_zeros": True} | (
     {"generic_batching": True} if HAS_GENERIC_BATCHING else {}
 )
 
+# The name of the primitive that marks a compressed call in its body.
+CALL_MARK = "jaxact_call"
 # The classes of a program; in 0.12 the two are one.
 PROGRAMS = (jex.Jaxpr, getattr(jex, "ClosedJaxpr", jex.Jaxpr))
 
@@ -45,20 +47,25 @@ def with_jaxpr(closed: ClosedJaxpr, jaxpr: Jaxpr) -> Any:
 
 
 def custom_vjp_body(eqn: Eqn) -> ClosedJaxpr | None:
-    """The body of a call with a custom derivative rule; None for another equation.
+    """The body of a call with a custom backward rule; None for another equation.
 
     0.12 has one primitive for these calls, with an object that holds the function.
+    Before, a compressed call is a `custom_jvp`, see `custom_rule`.
     """
     if eqn.primitive.name == "call_hi_primitive":
         traced = getattr(eqn.params["_prim"], "traced", None)
         closed = None if traced is None else traced.jaxpr
-    elif eqn.primitive.name == "custom_vjp_call":
+    elif eqn.primitive.name in ("custom_vjp_call", "custom_jvp_call"):
         closed = eqn.params["call_jaxpr"]
     else:
         return None
     if closed is None:
         return None
     jaxpr, _ = open_jaxpr(closed)
+    if eqn.primitive.name == "custom_jvp_call" and not any(
+        e.primitive.name == CALL_MARK for e in jaxpr.eqns
+    ):
+        return None
     return closed if len(jaxpr.invars) == len(eqn.invars) else None
 
 

@@ -82,8 +82,6 @@ FACTORIZATIONS = frozenset("lu cholesky eigh eig qr geqrf svd schur hessenberg".
 JITS = frozenset(["jit", "pjit"])
 CHECKPOINTS = frozenset(["checkpoint", "remat", "remat2"])
 CUSTOM_VJPS = frozenset(["custom_vjp_call", "custom_vjp_call_jaxpr"])
-# Calls whose backward pass may do anything with the values that they keep.
-CUSTOM_RULES = CHECKPOINTS | CUSTOM_VJPS
 # The parameter with a call's body, whose inputs and outputs are the call's own.
 CALL_BODIES = {
     **dict.fromkeys([*JITS, *CHECKPOINTS], "jaxpr"),

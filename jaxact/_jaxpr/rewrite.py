@@ -10,7 +10,13 @@ from jax import lax
 from jax.extend import core as jex, source_info_util
 from jax.interpreters import partial_eval
 
-from jaxact._jaxpr.compat import is_plain_jit, open_jaxpr, with_constants, with_jaxpr
+from jaxact._jaxpr.compat import (
+    custom_vjp_body,
+    is_plain_jit,
+    open_jaxpr,
+    with_constants,
+    with_jaxpr,
+)
 from jaxact._jaxpr.primitives import HELD_PROGRAMS
 from jaxact._jaxpr.read import held_programs, is_literal, literal_key, variables_in
 from jaxact._jaxpr.types import (
@@ -50,7 +56,8 @@ def jit_body(eqn: Eqn) -> Body | None:
 
 def inlinable_body(eqn: Eqn) -> Body | None:
     """The body, if this is a plain `jit` or a custom rule that was not used."""
-    if eqn.primitive.name == "custom_jvp_call" and not eqn.effects:
+    is_rule = eqn.primitive.name == "custom_jvp_call" and not eqn.effects
+    if is_rule and custom_vjp_body(eqn) is None:
         return _body(eqn.params["call_jaxpr"], "")
     return jit_body(eqn)
 

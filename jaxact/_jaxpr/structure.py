@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from jaxact._jaxpr.compat import PROGRAMS, custom_vjp_body, open_jaxpr
+from jaxact._jaxpr.compat import CALL_MARK, PROGRAMS, custom_vjp_body, open_jaxpr
 from jaxact._jaxpr.evaluate import bind
 from jaxact._jaxpr.read import is_float, is_literal, literal_key
 from jaxact._jaxpr.types import Atom, ClosedJaxpr, Eqn, Jaxpr, Var
@@ -107,12 +107,13 @@ def _parts(jaxpr: Jaxpr, rules: bool) -> Iterator[Hashable]:
 
 
 def _params(eqn: Eqn, rules: bool) -> Hashable:
-    if eqn.primitive.name == "custom_jvp_call" and not _is_in_shard_map(eqn):
+    body = custom_vjp_body(eqn)
+    if body is not None:
+        if not rules or _is_compressed_call(body):
+            return structure(body, rules)  # the call's rule follows from its mark
+    elif eqn.primitive.name == "custom_jvp_call" and not _is_in_shard_map(eqn):
         body = structure(eqn.params["call_jaxpr"], rules)
         return body, structure(_rule(eqn), rules=False) if rules else None
-    body = custom_vjp_body(eqn)
-    if body is not None and (not rules or _is_compressed_call(body)):
-        return structure(body, rules)  # a compressed call's rule follows from its mark
     return tuple((name, _key(x, rules)) for name, x in sorted(eqn.params.items()))
 
 
@@ -141,8 +142,8 @@ def _rule(eqn: Eqn) -> ClosedJaxpr:
 
 
 def _is_compressed_call(body: ClosedJaxpr) -> bool:
-    eqns = open_jaxpr(body)[0].eqns
-    return any(eqn.primitive.name == "jaxact_call" for eqn in eqns)
+    marks = [e for e in open_jaxpr(body)[0].eqns if e.primitive.name == CALL_MARK]
+    return any(mark.params["call"] is not None for mark in marks)
 
 
 def _key(value: Any, rules: bool) -> Hashable:

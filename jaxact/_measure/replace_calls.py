@@ -84,7 +84,8 @@ def _mark_in(eqn: Eqn) -> Eqn | None:
     jaxpr, consts = open_jaxpr(body)
     if consts:
         return None
-    return next((e for e in jaxpr.eqns if e.primitive is call_p), None)
+    marks = (e for e in jaxpr.eqns if e.primitive is call_p)
+    return next((e for e in marks if e.params["call"] is not None), None)
 
 
 def has_calls(eqn: Eqn) -> bool:

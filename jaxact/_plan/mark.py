@@ -18,6 +18,7 @@ from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
 
 from jaxact._decision import Decision
+from jaxact._jaxpr.compat import CALL_MARK
 from jaxact._jaxpr.types import Array, Axes, PyTree, Shape, Tangent
 from jaxact._policy import Policy
 from jaxact._trace import Flat
@@ -25,7 +26,7 @@ from jaxact._trace import Flat
 mark_p = jex.Primitive("jaxact_residual")
 mark_p.multiple_results = True
 rounded_p = jex.Primitive("jaxact_rounded")
-call_p = jex.Primitive("jaxact_call")
+call_p = jex.Primitive(CALL_MARK)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -41,8 +42,8 @@ class CompressedCall:
     prefix: str
 
 
-def mark_call(seed: Array, call: CompressedCall) -> jax.Array:
-    """A compressed call's seed, marked as such."""
+def mark_call(seed: Array, call: CompressedCall | None) -> jax.Array:
+    """A compressed call's seed, marked as such; None: it is not to be replaced."""
     return call_p.bind(seed, call=call)
 
 

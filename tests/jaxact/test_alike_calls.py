@@ -4,7 +4,10 @@ The oracle is the lowered program: one function packs the residuals of all calls
 are stored alike, one is their backward pass. Paths, decisions and noise stay their own.
 """
 
+import dataclasses
+import gc
 import re
+import weakref
 
 import flax.linen as nn
 import jax
@@ -14,7 +17,7 @@ import pytest
 from flax import nnx
 
 import jaxact
-from jaxact import Exact, Policy, Quantize, Rule
+from jaxact import Bias, Exact, Policy, Quantize, Rule
 from jaxact._residual import Residual
 
 LAYERS, WIDTH = 5, 64
@@ -100,6 +103,49 @@ def test_equal_layers_share_their_passes(make):
     loss, args = make(POLICY)
     assert shared(loss, args) == (1, 1)
     assert paths(loss, args) == {f"block{number}" for number in range(LAYERS)}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Counted(jaxact.Codec):
+    """bfloat16; counts how often its encoding is traced."""
+
+    traces: list = dataclasses.field(default_factory=list)
+    bits = 16
+    bias = Bias.BIASED
+
+    def encode(self, x, seed):
+        self.traces.append(x.shape)
+        return x.astype(jnp.bfloat16)
+
+    def decode(self, packed, shape, dtype):
+        return packed.astype(dtype)
+
+
+def test_another_jit_uses_the_plans_of_a_trace_that_is_gone():
+    codec = Counted()
+    loss, args = functions(Policy(default=codec))
+    traced = lambda: jax.jit(jax.grad(lambda *args: loss(*args))).trace(*args).jaxpr
+    first, once = str(traced()), len(codec.traces)
+    gc.collect()
+    assert str(traced()) == first
+    assert len(codec.traces) == once > 0
+    jax.clear_caches()
+    gc.collect()
+    traced()
+    assert len(codec.traces) == 2 * once
+
+
+def test_plans_go_with_the_caches_of_jax():
+    codec = Counted()
+    alive = weakref.ref(codec)
+    loss, args = functions(Policy(default=codec))
+    jax.jit(jax.grad(loss)).trace(*args)
+    del codec, loss
+    gc.collect()
+    assert alive() is not None
+    jax.clear_caches()
+    gc.collect()
+    assert alive() is None
 
 
 def test_decisions_by_path_are_shared_where_they_are_equal():
