@@ -41,6 +41,7 @@ def source(name, program):
     return program[name]
 
 
+@thorough
 @needs_target
 @pytest.mark.parametrize("recompute", [None, NAMED], ids=["default", "named"])
 def test_one_kernel_stores_each_residual(recompute):

@@ -107,12 +107,13 @@ def scores(output):
 def test_training_scores_every_configuration_and_seed(task, seeds, tmp_path):
     output = tmp_path / "runs.jsonl"
     options = "--small", "--task", task, "--output", output, "--seeds", seeds
-    configs = "uncompressed", "2bits", "1bit-allocated"
+    configs = "uncompressed", "1bit-allocated"
     text = run("benchmarks/training.py", *options, "--configs", *configs)
     found = scores(output)
     assert set(found) == {(c, s) for c in configs for s in range(seeds)}
     assert len({found["uncompressed", s] for s in range(seeds)}) == seeds
-    assert f"| uncompressed | {seeds} |" in text and f"| 2bits | {seeds} |" in text
+    for config in configs:
+        assert f"| {config} | {seeds} |" in text
 
 
 @pytest.mark.slow

@@ -135,6 +135,7 @@ def test_an_option_changes_nothing(name, value, subject):
         check(subject, same=close if name == "jax_disable_jit" else same_bits)
 
 
+@thorough
 @each_subject
 def test_checkify_finds_errors_of_the_function_alone(subject):
     def checked(f):

@@ -6,9 +6,8 @@ two layers of a network, or a checkpoint is differentiated twice: if one use
 differentiates other arguments, its backward pass reads the residuals by the other's
 structure. The gradient is silently wrong where both have as many arrays.
 
-There the function is a `custom_jvp`, whose rule JAX evaluates for each use, and the
-rule differentiates a `custom_vjp` of that use alone. The linear map that remains, which
-JAX names `custom_lin`, has no batching rule; this adds one.
+There the function is a `custom_jvp`, whose rule JAX evaluates for each use. It returns
+the outputs and, as their tangents, a linear map that has only a transpose.
 """
 
 import dataclasses
@@ -19,119 +18,143 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.custom_derivatives import SymbolicZero
-from jax.interpreters import batching
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+from jax.extend import core as jex
+from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
 from jaxact._jaxpr.compat import HAS_GENERIC_BATCHING, VJP_OPTIONS
 from jaxact._jaxpr.types import Array, Aval, PyTree
 
 Function = Callable[..., list[jax.Array]]
+# From residuals and outputs' cotangents to those of the active arguments.
+_Transpose = Callable[[Sequence[Array], Sequence[Any]], list[Array]]
+
+linear_p = jex.Primitive("jaxact_linear")
+linear_p.multiple_results = True
 
 
-def with_rule(call: Function, forward: Callable[..., Any], backward: Any) -> Function:
+def with_rule(
+    call: Function, forward: Callable[..., Any], backward: Callable[..., Any]
+) -> Function:
     """`call` with the rule of `jax.custom_vjp`, arguments' zero tangents symbolic."""
     if HAS_GENERIC_BATCHING:
-        return _custom_vjp(call, forward, backward)
-    _add_batching()
-    function = jax.custom_jvp(call)
-
-    def differentiate(
-        primals: tuple[PyTree, ...], tangents: tuple[PyTree, ...]
-    ) -> tuple[list[jax.Array], list[jax.Array]]:
-        own = _custom_vjp(call, forward, backward)
-        values, tree = jax.tree.flatten(primals)
-        directions = tree.flatten_up_to(tangents)
-        active = [
-            i for i, t in enumerate(directions) if not isinstance(t, SymbolicZero)
-        ]
-
-        def of_active(*xs: jax.Array) -> list[jax.Array]:
-            full = list(values)
-            for i, x in zip(active, xs, strict=True):
-                full[i] = x
-            return own(*jax.tree.unflatten(tree, full))
-
-        at = [values[i] for i in active]
-        return jax.jvp(of_active, at, [directions[i] for i in active])
-
-    function.defjvp(differentiate, symbolic_zeros=True)
-    return function
+        function = jax.custom_vjp(call)
+        function.defvjp(forward, backward, **VJP_OPTIONS)
+        return function
+    differentiable = jax.custom_jvp(call)
+    rule = functools.partial(_differentiate, forward, backward)
+    differentiable.defjvp(rule, symbolic_zeros=True)
+    return differentiable
 
 
-def _custom_vjp(call: Function, forward: Callable[..., Any], backward: Any) -> Function:
-    function = jax.custom_vjp(call)
-    function.defvjp(forward, backward, **VJP_OPTIONS)
-    return function
+def _differentiate(
+    forward: Callable[..., Any],
+    backward: Callable[..., Any],
+    primals: tuple[PyTree, ...],
+    tangents: tuple[PyTree, ...],
+) -> tuple[list[jax.Array], list[Any]]:
+    """Outputs and their tangents."""
+    values, tree = jax.tree.flatten(primals)
+    directions = tree.flatten_up_to(tangents)
+    is_active = [not isinstance(t, SymbolicZero) for t in directions]
+    arguments = map(CustomVJPPrimal, values, is_active)
+    outputs, residuals = forward(*jax.tree.unflatten(tree, arguments))
+    arrays, residual_tree = jax.tree.flatten(residuals)
+    avals = [jax.typeof(x) for x in outputs]
+
+    def transpose(arrays: Sequence[Array], cotangents: Sequence[Any]) -> list[Array]:
+        own = iter(cotangents)
+        full = [next(own) if _is_float(a) else _no_cotangent(a) for a in avals]
+        found = backward(jax.tree.unflatten(residual_tree, arrays), full)
+        return _chosen(tree.flatten_up_to(found), is_active)
+
+    results = linear_p.bind(
+        *arrays,
+        *_chosen(directions, is_active),
+        count=len(arrays),
+        transpose=transpose,
+        outputs=tuple(aval for aval in avals if _is_float(aval)),
+    )
+    own = iter(results)
+    return outputs, [
+        next(own) if _is_float(aval) else np.zeros(aval.shape, jax.dtypes.float0)
+        for aval in avals
+    ]
+
+
+def _chosen(values: Sequence[Any], is_chosen: Sequence[bool]) -> list[Any]:
+    return [value for value, chosen in zip(values, is_chosen, strict=True) if chosen]
+
+
+def _is_float(aval: Aval) -> bool:
+    return jnp.issubdtype(aval.dtype, jnp.inexact)
+
+
+def _no_cotangent(aval: Aval) -> SymbolicZero:
+    return SymbolicZero(aval.to_tangent_aval())
+
+
+def _refuse(*args: object, **params: object) -> Any:
+    raise TypeError("jaxact: forward-mode differentiation of a compressed function.")
+
+
+def _transpose(
+    cotangents: Sequence[Any],
+    *args: Any,
+    count: int,
+    transpose: _Transpose,
+    outputs: Sequence[Aval],
+) -> list[Any]:
+    full = [
+        SymbolicZero(aval) if isinstance(ct, ad.Zero) else ct
+        for ct, aval in zip(cotangents, outputs, strict=True)
+    ]
+    return [None] * count + transpose(args[:count], full)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Batched:
-    """The transpose of a linear map over a batch, which is the first axis of all.
+    """The transpose of a linear map over a batch, which is the outputs' first axis.
 
     Attributes:
-      backward: JAX's function from (*residuals, *cotangents) to a cotangent for each
-        argument.
+      transpose, outputs: one example's.
       axis: JAX's description: name, size.
       residual_dims: each residual's batch axis; None: it has none.
-      is_zero: for each argument whether its tangent is zero: it needs no cotangent.
-      is_batched: for each of the others whether its tangent has the batch axis.
-      outputs: the types of one example's.
+      tangent_dims: the same for each active argument.
     """
 
-    backward: Any
-    axis: Any
-    residual_dims: list[int | None]
-    is_zero: Sequence[bool]
-    is_batched: Sequence[bool]
+    transpose: _Transpose
     outputs: Sequence[Aval]
+    axis: Any
+    residual_dims: Sequence[int | None]
+    tangent_dims: Sequence[int | None]
 
-    @property
-    def debug_info(self) -> Any:
-        """JAX prints the name in it."""
-        return self.backward.debug_info
+    def __call__(
+        self, residuals: Sequence[Array], cotangents: Sequence[Any]
+    ) -> list[Array]:
+        is_known = [not isinstance(ct, SymbolicZero) for ct in cotangents]
 
-    def call_wrapped(self, *args: Any) -> list[Any]:
-        """Cotangents for the arguments; the name is that of JAX's own functions."""
-        count = len(self.residual_dims)
-        residuals, cotangents = args[:count], args[count:]
-        known = [
-            i for i, ct in enumerate(cotangents) if not isinstance(ct, SymbolicZero)
-        ]
-
-        def of_one(residuals: Sequence[Array], own: Sequence[Array]) -> list[Any]:
-            full: list[Any] = [SymbolicZero(aval) for aval in self.outputs]
-            for i, ct in zip(known, own, strict=True):
-                full[i] = ct
-            found = self.backward.call_wrapped(*residuals, *full)
-            pairs = zip(found, self.is_zero, strict=True)
-            return [_as_array(ct) for ct, is_zero in pairs if not is_zero]
+        def of_one(residuals: Sequence[Array], known: Sequence[Array]) -> list[Array]:
+            own, full = iter(known), []
+            for aval, is_array in zip(self.outputs, is_known, strict=True):
+                full.append(next(own) if is_array else SymbolicZero(aval))
+            return self.transpose(residuals, full)
 
         name = self.axis.name
         mapped = jax.vmap(
             of_one,
-            in_axes=(self.residual_dims, 0),
+            in_axes=(list(self.residual_dims), 0),
             axis_size=self.axis.size,
             axis_name=name if isinstance(name, str | tuple) else None,
             spmd_axis_name=self.axis.spmd_name,
         )
-        results = iter(mapped(list(residuals), [cotangents[i] for i in known]))
-        batched = iter(self.is_batched)
+        found = mapped(list(residuals), _chosen(cotangents, is_known))
+        # Examples share an argument without the axis: its cotangents are summed.
         return [
-            None if is_zero else _summed(next(results), next(batched))
-            for is_zero in self.is_zero
+            jnp.sum(ct, axis=0) if dim is None else jnp.moveaxis(ct, 0, dim)
+            for ct, dim in zip(found, self.tangent_dims, strict=True)
         ]
-
-
-def _as_array(cotangent: Any) -> Array:
-    if isinstance(cotangent, jax.Array | np.ndarray | np.generic):
-        return cotangent
-    return jnp.zeros(cotangent.aval.shape, cotangent.aval.dtype)
-
-
-def _summed(cotangent: jax.Array, is_batched: bool) -> jax.Array:
-    """For an argument that all examples share, the sum over them."""
-    return cotangent if is_batched else jnp.sum(cotangent, axis=0)
 
 
 def _batch(
@@ -139,32 +162,21 @@ def _batch(
     args: Sequence[Any],
     dims: Sequence[Any],
     *,
-    num_res: int,
-    bwd: Any,
-    out_avals: Sequence[Aval],
-    in_zeros: Sequence[bool],
-    **params: Any,
+    count: int,
+    transpose: _Transpose,
+    outputs: Sequence[Aval],
 ) -> tuple[Any, list[int | None]]:
     dims = [d if isinstance(d, int) else None for d in dims]
-    if all(d is None for d in dims):
-        own = {"num_res": num_res, "bwd": bwd, "out_avals": out_avals}
-        results = _linear_map().bind(*args, **own, in_zeros=in_zeros, **params)
-        return results, [None] * len(results)
-    tangents = [
-        t if d is None else jnp.moveaxis(t, d, 0)
-        for t, d in zip(args[num_res:], dims[num_res:], strict=True)
-    ]
-    is_batched = [d is not None for d in dims[num_res:]]
-    results = _linear_map().bind(
-        *args[:num_res],
-        *tangents,
-        num_res=num_res,
-        bwd=_Batched(bwd, axis, dims[:num_res], in_zeros, is_batched, out_avals),
-        out_avals=[_with_axis(aval, axis.size) for aval in out_avals],
-        in_zeros=in_zeros,
-        **params,
+    if all(d is None for d in dims):  # JAX asks for these too
+        out = linear_p.bind(*args, count=count, transpose=transpose, outputs=outputs)
+        return out, [None] * len(out)
+    out = linear_p.bind(
+        *args,
+        count=count,
+        transpose=_Batched(transpose, outputs, axis, dims[:count], dims[count:]),
+        outputs=tuple(_with_axis(aval, axis.size) for aval in outputs),
     )
-    return results, [0] * len(results)
+    return out, [0] * len(out)
 
 
 def _with_axis(aval: Aval, size: int) -> Aval:
@@ -174,16 +186,8 @@ def _with_axis(aval: Aval, size: int) -> Aval:
     return aval.update(shape=(size, *aval.shape), sharding=sharding)
 
 
-@functools.cache
-def _linear_map() -> Any:
-    """JAX's primitive for the linear map that remains of a `custom_vjp`."""
-    identity = jax.custom_vjp(lambda x: x)
-    identity.defvjp(lambda x: (x, ()), lambda _, ct: (ct,))
-    derivative = lambda x, t: jax.jvp(identity, (x,), (t,))[1]
-    eqns = jax.make_jaxpr(derivative)(1.0, 1.0).eqns
-    return next(e.primitive for e in eqns if e.primitive.name == "custom_lin")
-
-
-@functools.cache
-def _add_batching() -> None:
-    batching.fancy_primitive_batchers[_linear_map()] = _batch
+linear_p.def_impl(_refuse)
+linear_p.def_abstract_eval(lambda *_, outputs, **__: list(outputs))
+ad.primitive_transposes[linear_p] = _transpose
+batching.fancy_primitive_batchers[linear_p] = _batch
+mlir.register_lowering(linear_p, _refuse)

@@ -9,7 +9,6 @@ independent rounding keys.
 import dataclasses
 import functools
 import re
-import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,7 +21,7 @@ from jax import lax
 import jaxact
 from fuzz.evaluate import evaluate
 from fuzz.programs import Program
-from fuzz.reference import Plain, differing, distance, norm, plain, wide, with_gradient
+from fuzz.reference import Plain, differing, distance, norm, wide, with_gradient
 
 # A mean that is further off than 3.5 standard errors with 32 keys (one projection in
 # 700 by chance) is looked at again with 512 other keys: means of skewed noise are close
@@ -345,46 +344,14 @@ def check_jit(program: Program, p: Plain) -> list[Failure]:
     return [Failure("jit", f"output {d}") for d in found]
 
 
-def judge(program: Program, *, thorough: bool) -> list[Failure]:
-    """All failures of a program; `thorough` includes what compiles or traces a lot.
-
-    Raises:
-      Discarded: JAX's own gradient is no yardstick.
-    """
-    p = plain(program)
-    failures: list[Failure] = []
-
-    def attempt(name: str, check: Callable[[], Any]) -> Any:
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                result = check()
-        except Exception as error:
-            last = traceback.extract_tb(error.__traceback__)[-1]
-            place = f"{last.filename.rsplit('/', 1)[-1]}:{last.lineno}"
-            text = f"{name}: {type(error).__name__}: {error} ({place})"
-            failures.append(Failure("crash", text[:600]))
-            return None
-        if isinstance(result, list):
-            failures.extend(result)
-        return result
-
-    attempt("exact", lambda: check_exact(program, p))
-    r8 = attempt("8 bits", lambda: rounded(program, p, 8))
-    r4 = attempt("4 bits", lambda: rounded(program, p, 4))
-    for r, bits in ((r8, 8), (r4, 4)):
-        if r is not None:
-            failures += check_value(p, r, bits) + check_finite(p, r, bits)
-    found = attempt("table", lambda: check_table(program, p))
-    if found is not None:
-        failures += found[0]
-        attempt("label", lambda: check_label(program, p, found[1]))
-    if r8 is not None and not any(f.check == "finite" for f in failures):
-        failures += check_size(p, r8)
-        labels = {row.bias for row in found[1].rows} if found else {"biased"}
-        if r4 is not None and "biased" not in labels:
-            attempt("mean", lambda: check_mean(program, p, r8, r4))
-    if thorough:
-        attempt("batched", lambda: check_batched(program, p))
-        attempt("jit", lambda: check_jit(program, p))
+def check_used_again(program: Program, p: Plain) -> list[Failure]:
+    """(h) One trace, used again for each argument alone, has each one's gradient."""
+    f = jax.jit(_compressed(program, p, EXACT))
+    failures = []
+    for number in [*range(len(p.args)), *range(len(p.args))]:
+        of_one = lambda x, i=number: f(*p.args[:i], x, *p.args[i + 1 :])
+        closed = jax.make_jaxpr(with_gradient(of_one))([p.args[number]], p.cotangents)
+        *_, got = evaluate(closed, [p.args[number], *p.cotangents])
+        if not _is_reordered(p, number, got, p.gradients[number]):
+            failures += [Failure("used again", f"input {number}: another gradient")]
     return failures

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import jax
 
-from fuzz.checks import Failure, judge
+from fuzz.checks import Failure
+from fuzz.judge import judge
 from fuzz.programs import Program, generate
 from fuzz.reference import Discarded
 from fuzz.shrink import shrink

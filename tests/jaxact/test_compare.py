@@ -16,6 +16,7 @@ from jaxact._memory import Memory
 from jaxact._report.step import count_products, step_program, step_residuals
 from support.gpu_target import needs_target
 from support.programs import each_program, kept_bytes
+from support.variants import thorough
 
 LAYERS, TOKENS, WIDTH, HIDDEN = 6, 512, 64, 256
 
@@ -217,6 +218,7 @@ def test_forms(found, monkeypatch):
         found["another"]
 
 
+@thorough
 @needs_target
 def test_for_a_target():
     found = jaxact.compare(

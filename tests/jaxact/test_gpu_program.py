@@ -12,6 +12,7 @@ from jaxact import Policy
 from jaxact._engine.shared import TABLE, _or_zero
 from jaxact._memory.compiling import compile_step
 from support.gpu_target import needs_target
+from support.variants import thorough
 
 D, HEADS = 512, 8
 P = {name: jax.ShapeDtypeStruct((D, D), jnp.bfloat16) for name in "qkvo"}
@@ -33,6 +34,7 @@ def program(is_small):
     return compile_step(step, (P, X), {}, "h100").as_text()
 
 
+@thorough
 @needs_target
 def test_products_that_kernels_pack_are_not_merged():
     # Queries, keys and values; of their gradients the products may be merged.

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, PartitionSpec, SingleDeviceSharding
 import jaxact
 from jaxact import Exact, Policy
 from support.programs import gradient_error
+from support.variants import thorough
 
 pytestmark = [
     pytest.mark.unoptimized,
@@ -126,6 +127,7 @@ def test_gradients_inside(body, place):
     assert gradient_error(f, X, W, policy=exact, argnums=(0, 1)) < 1e-5
 
 
+@thorough
 @pytest.mark.parametrize("place", ["cond", "shard_map"])
 @pytest.mark.parametrize("body", [pseudo_inverse, whitened])
 def test_factors_stay_exact(body, place):

@@ -15,6 +15,7 @@ import jaxact
 from jaxact._memory import wire
 from jaxact._memory.program import _parsed
 from support.gpu_target import needs_target
+from support.variants import thorough
 
 SIDE = 256
 SQUARE = SIDE * SIDE * 4  # bytes of one float32 array
@@ -208,6 +209,7 @@ print(jaxact.live(lambda x: (x @ x) @ x, x).peak_bytes)
 """
 
 
+@thorough
 def test_a_program_in_the_persistent_cache_is_described_too(tmp_path):
     environment = os.environ | {
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path),

@@ -17,7 +17,7 @@ from flax import nnx
 import jaxact
 from jaxact import Exact, Policy, Quantize
 from support.nnx_modules import Block, same
-from support.variants import mostly_thorough
+from support.variants import mostly_thorough, thorough
 from support.wrapping import WIDTH, data
 
 EXACT = Policy(default=Exact())
@@ -103,6 +103,7 @@ def test_modules_in_containers_keep_their_updates(home, by_keyword):
     assert equal(state, plain_state)
 
 
+@thorough
 @homes
 def test_gradients_of_modules_in_containers(home):
     f = in_home(home)

@@ -107,6 +107,7 @@ def test_a_larger_budget_costs_no_more(plans):
     assert costs[0] > 0 == costs[-1]
 
 
+@thorough
 def test_few_steps_are_compiled(plans):
     first, *_, last = plans.values()
     assert len(first.trail) <= 1 + 4
@@ -129,6 +130,7 @@ def test_a_plan_trains(plans):
     assert 0 < norm(rounded, exact) < 0.5 * norm(exact, p)
 
 
+@thorough
 def test_is_shown_and_saved(plans):
     plan = plans[0.15]
     assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan

@@ -73,6 +73,7 @@ def test_with_all_exact_the_gradient_is_that_without(build):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)
 
 
+@thorough
 def test_the_error_is_that_of_nested_wrappers():
     """Both round x to 8 bits and inner residuals to 2, with other noise."""
     nested = compressed(
@@ -90,6 +91,7 @@ def test_the_error_is_that_of_nested_wrappers():
     assert errors[1] > 0.02 * float(jnp.linalg.norm(exact))
 
 
+@thorough
 def test_the_same_memory_as_nested_wrappers():
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def inside(w, x):

@@ -13,6 +13,7 @@ import jaxact
 from jaxact import Policy
 from support.gpu_target import needs_target
 from support.programs import assert_same_bits
+from support.variants import thorough
 
 LAYERS, WIDTH, ROWS = 4, 64, 128
 
@@ -144,6 +145,7 @@ def test_an_unused_output_costs_no_memory():
     assert temp_bytes(network(with_hidden)) <= 1.02 * temp_bytes(network(mlp))
 
 
+@thorough
 @needs_target
 def test_an_unused_output_costs_no_memory_on_a_gpu():
     bytes_of = lambda block: (

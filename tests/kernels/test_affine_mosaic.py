@@ -15,6 +15,7 @@ from jaxact_kernels.device import Device
 from jaxact_kernels.layout import layout_of
 from jaxact_kernels.numbering import box
 from support.gpu_target import needs_target
+from support.variants import thorough
 
 interprets = pytest.mark.skipif(
     not hasattr(plgpu, "InterpretGPUParams"),
@@ -203,6 +204,7 @@ def test_serves_groups_of_any_width_of_code(bits, group_size):
     assert mosaic_gpu.declines(layout, "bfloat16", bits) is None
 
 
+@thorough
 @needs_target
 @pytest.mark.parametrize(
     ("bits", "dtype"),
