@@ -135,7 +135,7 @@ class _Batched:
     ) -> list[Array]:
         is_known = [not isinstance(ct, SymbolicZero) for ct in cotangents]
 
-        def of_one(residuals: Sequence[Array], known: Sequence[Array]) -> list[Array]:
+        def of_one(residuals: Sequence[Array], known: Sequence[Array]) -> list[Any]:
             own, full = iter(known), []
             for aval, is_array in zip(self.outputs, is_known, strict=True):
                 full.append(next(own) if is_array else SymbolicZero(aval))

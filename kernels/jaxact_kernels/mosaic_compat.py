@@ -24,8 +24,10 @@ def interpreter() -> Any:
 
 
 def load(ref: jax.Ref, layout: mosaic_gpu.Layout) -> jax.Array:
-    """Load a whole reference; before 0.12 the index is a separate argument."""
-    index = ((),) if "idx" in inspect.signature(_plgpu.load).parameters else ()
+    """Load a whole reference; 0.10 asks for an index beside it."""
+    parameter = inspect.signature(_plgpu.load).parameters.get("idx")
+    is_required = parameter is not None and parameter.default is parameter.empty
+    index = ((),) if is_required else ()
     return _plgpu.load(ref, *index, layout=layout, optimized=False)
 
 

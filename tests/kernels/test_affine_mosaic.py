@@ -1,6 +1,7 @@
 """The Mosaic GPU kernels of the affine format against the definition, bit for bit."""
 
 import functools
+import inspect
 import re
 
 import jax
@@ -158,7 +159,8 @@ def test_blocks_do_not_race():
     x = special((64, 256), "bfloat16")
     options = {"shape": x.shape, "dtype": x.dtype, "bits": 8, "group_size": 256}
     want = definition(8, 256)(x, np.uint32(5))
-    # A race raises.
+    if "on_race" not in inspect.signature(plgpu.InterpretGPUParams).parameters:
+        pytest.skip("this version of JAX only prints a race")
     detecting = plgpu.InterpretGPUParams(detect_races=True, on_race="raise")
     with plgpu.force_gpu_interpret_mode(detecting):
         assert_same_stored(kernel(8, 256)(x, np.uint32(5)), want)
