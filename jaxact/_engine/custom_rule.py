@@ -57,7 +57,10 @@ def _differentiate(
     """Outputs and their tangents."""
     values, tree = jax.tree.flatten(primals)
     directions = tree.flatten_up_to(tangents)
-    is_active = [not isinstance(t, SymbolicZero) for t in directions]
+    is_active = [
+        _is_float(jax.typeof(x)) and not isinstance(t, SymbolicZero)
+        for x, t in zip(values, directions, strict=True)
+    ]
     arguments = map(CustomVJPPrimal, values, is_active)
     outputs, residuals = forward(*jax.tree.unflatten(tree, arguments))
     arrays, residual_tree = jax.tree.flatten(residuals)
@@ -96,7 +99,11 @@ def _no_cotangent(aval: Aval) -> SymbolicZero:
 
 
 def _refuse(*args: object, **params: object) -> Any:
-    raise TypeError("jaxact: forward-mode differentiation of a compressed function.")
+    raise TypeError(
+        "jaxact: forward-mode differentiation (jax.jvp, jax.jacfwd, jax.hessian) of a "
+        "compressed function: use jax.vjp, jax.grad or jax.jacrev, or the uncompressed "
+        "function."
+    )
 
 
 def _transpose(
@@ -115,7 +122,7 @@ def _transpose(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Batched:
-    """The transpose of a linear map over a batch, which is the outputs' first axis.
+    """The transpose of a linear map over a batch, the first axis of all outputs.
 
     Attributes:
       transpose, outputs: one example's.

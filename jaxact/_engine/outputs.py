@@ -1,6 +1,6 @@
 """Split a call into outputs that may share one derivative rule.
 
-Needed before JAX 0.11, which added `generic_batching`; see `_jaxpr.compat`.
+Needed before JAX 0.12, where vmap maps all outputs of a rule if it maps one.
 """
 
 import dataclasses
@@ -31,10 +31,10 @@ def when_all(
 def independent_outputs(flat: Flat) -> list[list[int]]:
     """Groups whose outputs may share one derivative rule.
 
-    Before `generic_batching`, vmap counts an output's cotangent once per example where
-    the output ignores the mapped argument. Outputs that depend on different arguments
-    then get separate rules: for a block that returns its activations and a penalty on
-    its weights, for two towers in one call.
+    Before 0.12 vmap maps an output that ignores the mapped argument too, and then
+    refuses it where `out_axes` is None. Outputs that depend on different arguments get
+    separate rules there: for a block that returns its activations and a penalty on its
+    weights, for two towers in one call.
     """
     num_outputs = len(flat.jaxpr.outvars)
     if HAS_GENERIC_BATCHING or num_outputs < 2:

@@ -16,9 +16,9 @@ from jaxact._jaxpr.types import Array, Atom, Aval, ClosedJaxpr, Eqn, Jaxpr, Var
 
 T = TypeVar("T")
 
-# 0.12 batches a backward rule correctly when an output ignores the mapped argument;
-# before, such an output's cotangent was counted once per example, so `_engine`
-# splits outputs by the arguments that they depend on.
+# 0.12 evaluates a custom backward rule anew for each use of a program, and maps only
+# the outputs that depend on a mapped argument; before, see `_engine`'s `custom_rule`
+# and `outputs`.
 HAS_GENERIC_BATCHING = (
     "generic_batching" in inspect.signature(jax.custom_vjp.defvjp).parameters
 )
