@@ -1,13 +1,14 @@
 """The cost of jaxact before the first step: importing, tracing, compiling.
 
-  python examples/benchmarks/cost.py
-  python examples/benchmarks/cost.py --programs functions --depths 12 36 --save
+  python examples/benchmarks/cost.py --save
+  python examples/benchmarks/cost.py --programs functions --depths 12 36
   python examples/benchmarks/cost.py --target h100
 
 Ratios compare the gradient of a compressed network with that of the uncompressed one,
 nothing cached. Times are of the CPU, of all threads and child processes; every number
 is the median of several runs, alternating between the two. `trace again` is a second
-`jax.jit` of an equal function. `--save` writes results/cost.json.
+`jax.jit` of an equal function. `--save` writes results/cost.json; imports and
+`residuals` in it are of the run that saved last.
 """
 
 import argparse
@@ -214,12 +215,16 @@ def main() -> None:
 
 
 def save(rows: Sequence[dict[str, Any]], others: dict[str, list[float]]) -> None:
-    """Add to results/cost.json; a row replaces the one of the same program."""
+    """Add to results/cost.json; a row replaces the one of the same program.
+
+    Rows may be of several runs, so each has its own environment.
+    """
     file = RESULTS / "cost.json"
     known = json.loads(file.read_text())["rows"] if file.exists() else []
     key = lambda row: (row["target"], row["program"], row["depth"])
-    merged = {key(row): row for row in [*known, *rows]}
-    contents = {"environment": environment(), **others, "rows": [*merged.values()]}
+    here = {"environment": environment()}
+    merged = {key(row): row for row in [*known, *(row | here for row in rows)]}
+    contents = here | others | {"rows": [*merged.values()]}
     file.write_text(json.dumps(contents, indent=2) + "\n")
 
 
