@@ -19,7 +19,7 @@ class Reason(enum.Enum):
     STATISTIC = "a statistic"
     REFERENCED = "a parameter, referenced in place"
     NOT_AN_ACTIVATION = "an argument not named in activations"
-    OF_PARAMETERS = "made of parameters alone"
+    OF_PARAMETERS = "made of parameters or constants alone"
     STORED_INSIDE = "stored by a compressed call inside"
     ON_HOST = "offloaded by the recompute policy"
     SOLVED_WITH = "solved with, or a factorization"

@@ -70,11 +70,14 @@ class Passes:
         values = [env[v] for v in self._packed_from]
         pack = self._jitted_pack if _can_jit(values) else self._pack
         packed = pack(seed, settings, values) if plan.packed else []
-        exact = [env[v] for v in plan.exact]
+        behind = [v for v in plan.exact if v not in plan.of_parameters]
+        exact = [env[v] for v in behind]
         if packed:
             held, packed, exact = barrier((held, packed, exact))
-        stored = dict.fromkeys(plan.decisions)
-        stored.update(zip(plan.exact, exact, strict=True))
+        stored: dict[Var, PyTree] = dict.fromkeys(plan.decisions)
+        # Not behind the barrier: a scan keeps once what is the same in each step.
+        stored.update((v, env[v]) for v in plan.of_parameters)
+        stored.update(zip(behind, exact, strict=True))
         # Behind the barrier: XLA's host offloading does not look through one.
         for v, arrays in zip(plan.packed, packed, strict=True):
             stored[v] = plan.decisions[v].codec.keep(arrays)

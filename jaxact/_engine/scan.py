@@ -135,16 +135,31 @@ def _scan(
     compress: CompressBody,
 ) -> list[jax.Array]:
     body, body_consts = open_jaxpr(eqn.params["jaxpr"])
-    kinds = [kind_of(f) for f in scan_facts(eqn, facts, learn)[0]]
+    kinds = _kinds_inside(eqn, facts)
     flat = Flat(
         with_labels(body),
-        (Kind.PARAMETER,) * len(body_consts) + tuple(kinds),
+        (Kind.PARAMETER,) * len(body_consts) + kinds,
         (*numbered(["closed over"] * len(body_consts)), *scan_inputs(eqn)),
         tuple(range(len(body_consts) + len(values))),
     )
     scope = module_path(eqn.source_info.name_stack)
     compressed = lambda *xs: compress(flat, draw, [*body_consts, *xs], scope)
     return rebuild(eqn, compressed, values)
+
+
+def _kinds_inside(eqn: Eqn, facts: Sequence[int]) -> tuple[Kind, ...]:
+    """The kinds of the inputs of a scan's body.
+
+    Constants are as parameters: what is made of them alone is the same in each step,
+    and JAX keeps it once, as an LSTM's joined kernels. Not where steps have parameters
+    of their own, such as layers: what those make of a constant differs.
+    """
+    kinds = [kind_of(f) for f in scan_facts(eqn, facts, learn)[0]]
+    num_consts, _ = scan_counts(eqn)
+    consts, own = kinds[:num_consts], kinds[num_consts:]
+    if Kind.PARAMETER not in own:
+        consts = [Kind.PARAMETER] * num_consts
+    return (*consts, *own)
 
 
 def rebuild(

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxact._codec import Exact
-from jaxact._decision import Decision
+from jaxact._decision import Decision, Reason
 from jaxact._jaxpr.evaluate import bind, value_of
 from jaxact._jaxpr.primitives import FUSED
 from jaxact._jaxpr.read import variables_in
@@ -144,6 +144,12 @@ class StoragePlan:
     def exact(self) -> list[Var]:
         """Variables that are marked and kept exactly."""
         return [v for v, d in self.decisions.items() if isinstance(d.action, Exact)]
+
+    @property
+    def of_parameters(self) -> list[Var]:
+        """Those among `exact` that are made of parameters alone."""
+        reason = Reason.OF_PARAMETERS
+        return [v for v in self.exact if self.decisions[v].reason is reason]
 
     @property
     def packed(self) -> list[Var]:
