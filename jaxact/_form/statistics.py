@@ -13,6 +13,9 @@ from jaxact._jaxpr.read import is_float, keeps_elements, variables_in
 from jaxact._jaxpr.types import Eqn, Jaxpr, Var
 from jaxact._plan.facts import is_activation
 
+# Elements that one divisor has: exact, it takes half a byte for each of them.
+_ROW = 8
+
 
 def find_statistics(jaxpr: Jaxpr, facts: Facts) -> set[Var]:
     """Results of reductions, and elementwise functions of them and of parameters.
@@ -21,6 +24,7 @@ def find_statistics(jaxpr: Jaxpr, facts: Facts) -> set[Var]:
       facts: which variables are made from more than parameters.
     """
     contracted = contracted_in(jaxpr)
+    divisors = _divisors(jaxpr)
     statistics = _inside(jaxpr, facts) - contracted
     for eqn in jaxpr.eqns:
         inputs = variables_in(eqn.invars)
@@ -29,7 +33,9 @@ def find_statistics(jaxpr: Jaxpr, facts: Facts) -> set[Var]:
         v = eqn.outvars[0]
         if v in contracted or not is_float(v):
             continue
-        if eqn.primitive.name in REDUCTIONS | SCATTERS:
+        if v in divisors:
+            statistics.add(v)
+        elif eqn.primitive.name in REDUCTIONS | SCATTERS:
             if v.aval.size < max(x.aval.size for x in inputs):
                 statistics.add(v)
         elif eqn.primitive.name in RESHAPES:  # GroupNorm's, for each of its channels
@@ -51,6 +57,22 @@ def _inside(jaxpr: Jaxpr, facts: Facts) -> set[Var]:
         own = find_statistics(inside.program, inside.facts)
         found.update(output for v, output in inside.outputs if v in own)
     return found
+
+
+def _divisors(jaxpr: Jaxpr) -> set[Var]:
+    """Products by whose elements rows are divided: a linear attention's normalizers."""
+    sizes: dict[Var, int] = {}  # of what is divided by a variable
+    products: set[Var] = set()
+    for eqn in reversed(jaxpr.eqns):
+        name, inputs = eqn.primitive.name, variables_in(eqn.invars)
+        sized = [v for v in eqn.outvars if v in sizes]
+        if name == "div":
+            sizes.update((v, eqn.outvars[0].aval.size) for v in inputs[1:])
+        elif sized and keeps_elements(eqn):  # a broadcast along rows, an epsilon
+            sizes.update((v, sizes[sized[0]]) for v in inputs)
+        elif name in MATMULS:
+            products |= {v for v in sized if _ROW * v.aval.size <= sizes[v]}
+    return products
 
 
 def contracted_in(jaxpr: Jaxpr) -> set[Var]:
