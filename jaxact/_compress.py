@@ -93,10 +93,10 @@ def compress(
       A class for a class, an instance for an instance, a function for a function; a
       decorator without a target. Compressed functions take a keyword `rounding_key`, a
       JAX PRNG key for the rounding noise; Flax modules use the RNG stream 'jaxact' if
-      there is one. Without a key the noise is derived from the data and the call's
-      number in its trace: where one traced program makes several calls (a jitted
-      function called twice, a scan's body), equal data are rounded alike; give each a
-      key. Of a target that is compressed already, the original is compressed: this
+      there is one (`nn.scan` hands on those that its `split_rngs` names). Without a key
+      the noise is derived from the data and the call's number in its trace: where one
+      traced program makes several calls (a jitted function called twice, a scan's
+      body), equal data are rounded alike; give each a key. Of a target that is compressed already, the original is compressed: this
       call's options decide.
 
     Raises:
