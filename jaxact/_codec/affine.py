@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 from jaxact._codec import wide
 from jaxact._codec.base import Bias, Codec
 from jaxact._codec.checks import checked_bits, checked_group_size
+from jaxact._codec.rows import short_rows
 from jaxact._codec.wide import Wide
 from jaxact_kernels import affine
 from jaxact_kernels.dispatch import run
@@ -53,6 +54,9 @@ class Quantize(Codec[affine.Stored | Wide[affine.Stored]]):
                 "nearest) is required."
             )
         object.__setattr__(self, "stochastic", bool(self.stochastic))
+
+    def declines(self, shape: tuple[int, ...], dtype: DTypeLike) -> str | None:
+        return super().declines(shape, dtype) or short_rows(self, shape, dtype)
 
     @property
     def bias(self) -> Bias:

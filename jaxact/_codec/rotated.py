@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 from jaxact._codec import wide
 from jaxact._codec.base import Bias, Codec
 from jaxact._codec.checks import checked_bits, checked_group_size
+from jaxact._codec.rows import short_rows
 from jaxact._codec.wide import Wide
 from jaxact_kernels import rotated
 from jaxact_kernels.dispatch import run
@@ -78,6 +79,9 @@ class Rotated(Codec[Stored | Wide[Stored]]):
     def label(self) -> str:
         bits = "1 bit" if self.bits == 1 else f"{self.bits} bits"
         return f"{bits}, {type(self).__name__.lower()}"
+
+    def declines(self, shape: tuple[int, ...], dtype: DTypeLike) -> str | None:
+        return super().declines(shape, dtype) or short_rows(self, shape, dtype)
 
     @property
     def _options(self) -> tuple[float, int, bool]:

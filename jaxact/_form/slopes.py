@@ -148,12 +148,13 @@ def _product(a: jax.Array | int, b: jax.Array | int) -> Any:
 
 
 def _wide(x: jax.Array) -> jax.Array:
-    """A float16 array in float32.
+    """A float16 or float8 array in float32.
 
     A product of slopes may overflow where, with small cotangents, no product that JAX
     computes does. The other dtypes' exponents are as wide as float32's.
     """
-    return x.astype(jnp.float32) if x.dtype == jnp.float16 else x
+    is_narrow = x.dtype == jnp.float16 or x.dtype.itemsize < 2
+    return x.astype(jnp.float32) if is_narrow else x
 
 
 def _in_one_dtype(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:

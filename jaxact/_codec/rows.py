@@ -1,0 +1,40 @@
+"""Rows that are too short to pack."""
+
+import math
+from typing import Protocol
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jaxact_kernels.layout import layout_of
+
+_METADATA_BYTES = 4  # of a group
+
+
+class Grouped(Protocol):
+    """A codec that packs groups along rows."""
+
+    @property
+    def bits(self) -> float: ...
+
+    @property
+    def group_size(self) -> int: ...
+
+
+def short_rows(
+    codec: Grouped, shape: tuple[int, ...], dtype: DTypeLike
+) -> str | None:
+    """Why groups would take more bytes than the array itself; None where they do not.
+
+    A group has at least 32 elements, and never elements of two rows along axis 0: the
+    coordinates of points, `[65536, 3]`, would take 20 bytes a row at 4 bits, not 12.
+    """
+    layout = layout_of(shape, codec.group_size)
+    packed = layout.total_groups * (layout.group * codec.bits / 8 + _METADATA_BYTES)
+    exact = math.prod(shape) * jnp.dtype(dtype).itemsize
+    if packed <= exact:
+        return None
+    return (
+        f"rows of {layout.length} elements, padded to {layout.group}, take more packed; "
+        "give such arrays longer rows"
+    )
