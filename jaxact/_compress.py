@@ -96,8 +96,8 @@ def compress(
       there is one (`nn.scan` hands on those that its `split_rngs` names). Without a key
       the noise is derived from the data and the call's number in its trace: where one
       traced program makes several calls (a jitted function called twice, a scan's
-      body), equal data are rounded alike; give each a key. Of a target that is compressed already, the original is compressed: this
-      call's options decide.
+      body), equal data are rounded alike; give each a key. Of a target that is
+      compressed already, the original is compressed: this call's options decide.
 
     Raises:
       TypeError: `target` or `policy` has the wrong type.

@@ -222,6 +222,13 @@ class _OnArrays:
         return key
 
 
+_NOT_CONCRETE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+
+
 def trace(
     f: Callable[..., Any],
     args: Sequence[object],
@@ -252,13 +259,26 @@ def trace(
     if cache is not None:
         on_arrays = cache.find(on_arrays)
     arrays: list[Any] = [leaves[i] for i in dynamic]
-    closed, (_, result) = jax.make_jaxpr(on_arrays, return_shape=True)(*arrays)
+    try:
+        closed, (_, result) = jax.make_jaxpr(on_arrays, return_shape=True)(*arrays)
+    except _NOT_CONCRETE as error:
+        names = ", ".join(dict.fromkeys(describe[owners[i]].label for i in dynamic))
+        error.add_note(
+            "jaxact: a compressed call traces the arrays in its arguments, as jax.jit "
+            f"does: {names}. Name an argument whose values must be known, such as the "
+            "shape of another, in static_argnums."
+        )
+        raise
     if cache is not None:
         cache.keep(on_arrays)
     jaxpr, consts = open_jaxpr(closed)
+    given = tuple(kinds[i] for i in dynamic)
+    # Of a loss of modules alone the batch is closed over: the usual way in NNX.
+    has_data = any(kind is not Kind.PARAMETER for kind in given)
+    closed_over = Kind.PARAMETER if has_data else Kind.UNKNOWN
     flat = Flat(
         jaxpr,
-        (Kind.PARAMETER,) * len(consts) + tuple(kinds[i] for i in dynamic),
+        (closed_over,) * len(consts) + given,
         numbered(["closed over"] * len(consts) + [labels[i] for i in dynamic]),
         (-1,) * len(consts) + tuple(owners[i] for i in dynamic),
     )

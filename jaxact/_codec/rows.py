@@ -21,10 +21,8 @@ class Grouped(Protocol):
     def group_size(self) -> int: ...
 
 
-def short_rows(
-    codec: Grouped, shape: tuple[int, ...], dtype: DTypeLike
-) -> str | None:
-    """Why groups would take more bytes than the array itself; None where they do not.
+def short_rows(codec: Grouped, shape: tuple[int, ...], dtype: DTypeLike) -> str | None:
+    """Why groups would take no fewer bytes than the array; None where they do.
 
     A group has at least 32 elements, and never elements of two rows along axis 0: the
     coordinates of points, `[65536, 3]`, would take 20 bytes a row at 4 bits, not 12.
@@ -32,9 +30,9 @@ def short_rows(
     layout = layout_of(shape, codec.group_size)
     packed = layout.total_groups * (layout.group * codec.bits / 8 + _METADATA_BYTES)
     exact = math.prod(shape) * jnp.dtype(dtype).itemsize
-    if packed <= exact:
+    if packed < exact or not exact:
         return None
     return (
-        f"rows of {layout.length} elements, padded to {layout.group}, take more packed; "
-        "give such arrays longer rows"
+        f"rows of {layout.length} elements, padded to {layout.group}, would be no "
+        "smaller packed; give such arrays longer rows"
     )

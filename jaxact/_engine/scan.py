@@ -12,9 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from jaxact._engine.seeds import seed_of_step
 from jaxact._engine.storage import Draw
 from jaxact._jaxpr.compat import jit_shardings, open_jaxpr, scan_counts
 from jaxact._jaxpr.evaluate import bind, value_of
@@ -143,7 +145,11 @@ def _scan(
         tuple(range(len(body_consts) + len(values))),
     )
     scope = module_path(eqn.source_info.name_stack)
-    compressed = lambda *xs: compress(flat, draw, [*body_consts, *xs], scope)
+
+    def compressed(step: jax.Array, *xs: Array) -> list[jax.Array]:
+        own = draw._replace(seed=seed_of_step(draw.seed, step))
+        return compress(flat, own, [*body_consts, *xs], scope)
+
     return rebuild(eqn, compressed, values)
 
 
@@ -165,19 +171,23 @@ def _kinds_inside(eqn: Eqn, facts: Sequence[int]) -> tuple[Kind, ...]:
 def rebuild(
     eqn: Eqn, body: Callable[..., list[jax.Array]], values: Sequence[Array]
 ) -> list[jax.Array]:
-    """A scan with another body, a function of (*constants, *carry, *xs)."""
+    """A scan with another body, of (number of the step, *constants, *carry, *xs)."""
     num_consts, num_carry = scan_counts(eqn)
     start, consts = num_consts + num_carry, values[:num_consts]
+    length = eqn.params["length"]
 
-    def step(carry: _Arrays, xs: _Arrays) -> tuple[_Arrays, _Arrays]:
-        out = body(*consts, *carry, *xs)
+    def step(
+        carry: _Arrays, numbered: tuple[jax.Array, _Arrays]
+    ) -> tuple[_Arrays, _Arrays]:
+        number, xs = numbered
+        out = body(number, *consts, *carry, *xs)
         return tuple(out[:num_carry]), tuple(out[num_carry:])
 
     carry, ys = lax.scan(
         step,
         tuple(values[num_consts:start]),
-        tuple(values[start:]),
-        length=eqn.params["length"],
+        (lax.iota(np.uint32, length), tuple(values[start:])),
+        length=length,
         reverse=eqn.params["reverse"],
         unroll=eqn.params["unroll"],
     )

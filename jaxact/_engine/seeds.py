@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 
 from jaxact._jaxpr.types import Array
+from jaxact_kernels import noise
 
 
 def salted(seed: Array, kind: str, number: int) -> Array:
@@ -29,6 +30,17 @@ def salted(seed: Array, kind: str, number: int) -> Array:
 def seed_at(seed: Array, path: str) -> Array:
     """The seed for the residuals of a call with this module path."""
     return _salted(seed, f"residuals of {path}")
+
+
+def seed_of_step(seed: Array, step: jax.Array) -> jax.Array:
+    """The seed for one step of a scan.
+
+    The chain rule multiplies the residuals of steps. In a gate h -> clip(x) h whose
+    groups all span 0 to 1, steps with one seed had one noise: the gradient of 8 steps
+    at 2 bits was 95 % too large in the mean. No salt: those of nested scans' steps
+    would combine in either order.
+    """
+    return noise.group_key(jax.numpy.uint32(seed), step, np.uint32(0))
 
 
 @functools.partial(jax.jit, static_argnums=1)

@@ -7,7 +7,6 @@ length and a shard_map that checks varying axes are left as they are.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
@@ -116,7 +115,8 @@ def _evaluate_inside(
     name, params = eqn.primitive.name, eqn.params
     functions = [function(body) for body in _bodies(eqn)]
     if name == "scan":
-        return rebuild(eqn, functools.partial(functions[0], draw), values)
+        # A call in a scan of the user's has one seed in all steps.
+        return rebuild(eqn, lambda step, *xs: functions[0](draw, *xs), values)
     if name == "cond":
         index, *operands = values
         return list(lax.switch(index, functions, draw, *operands))

@@ -79,9 +79,11 @@ def require_call(target: type) -> None:
       TypeError: it has no `__call__`.
       ValueError: its `__call__` has a parameter `rounding_key`.
     """
-    if not callable(getattr(target, "__call__", None)):  # noqa: B004
+    # Not `getattr`, which finds the metaclass's own, that makes instances.
+    found = (vars(base).get("__call__") for base in target.__mro__)
+    if not callable(next(filter(None, found), None)):
         raise TypeError(
-            f"compress({target.__name__}): the class has no __call__. Decorate the "
-            "methods to compress with @jaxact.compress instead."
+            f"compress({target.__name__}): the class has no __call__. Compress the "
+            "modules that it holds, or decorate its methods with @jaxact.compress."
         )
     refuse_key(target.__call__)

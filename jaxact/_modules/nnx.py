@@ -20,6 +20,7 @@ from jaxact._jaxpr.labels import current_path
 from jaxact._modules.adapter import NOISE_STREAM, require_call
 from jaxact._modules.nnx_paths import place_of, submodules_named
 from jaxact._modules.original import original_of, remember
+from jaxact._modules.pickling import make_picklable
 from jaxact._modules.pure import PureCall
 from jaxact._policy import Policy
 from jaxact._residual import join_paths
@@ -164,6 +165,7 @@ def _compress_class(
     }
     compressed = type(target)(target.__name__, (target,), body)
     remember(compressed, target, None, static_argnums)
+    make_picklable(compressed, compress, target, policy, static_argnums)
     return compressed
 
 

@@ -351,6 +351,17 @@ def test_a_branch_without_results_reads_a_value():
     assert gradient_error(f, X, policy=Policy(bits=8)) < 1e-2
 
 
+def test_a_product_of_float8_values_beside_a_float32_slope():
+    """Their slopes had no common dtype: a TypePromotionError."""
+
+    def f(x):
+        narrow = x.astype(jnp.float8_e5m2)
+        return (narrow * narrow).astype(jnp.float32) * jnp.sin(x)
+
+    # JAX rounds the products of the tangent to float8, with 2 bits of mantissa.
+    assert gradient_error(f, X, policy=Policy(bits=8)) < 2**-3
+
+
 def test_the_gradient_of_a_number_is_summed_in_its_dtype():
     """In bfloat16, to which the product is cast, a sum of 4,096 terms was halved."""
     x = jnp.abs(jax.random.normal(jax.random.key(7), (64, 64)))

@@ -258,10 +258,49 @@ def test_training_with_an_optimizer():
         TypeError,
         "has no __call__",
     ),
-], ids=["activations", "policy", "no-call"])  # fmt: skip
+    (
+        lambda: jaxact.compress(nnx.List([nnx.Linear(2, 2, rngs=nnx.Rngs(0))])),
+        TypeError,
+        "the modules that it holds",
+    ),
+    (
+        lambda: jaxact.compress(type("Holder", (nnx.Module,), {})),
+        TypeError,
+        "has no __call__",
+    ),
+    (
+        lambda: jaxact.compress(lambda model, n: model(jnp.ones((int(n), 2))))(
+            nnx.Linear(2, 2, rngs=nnx.Rngs(0)), jnp.int32(3)
+        ),
+        jax.errors.ConcretizationTypeError,
+        None,
+    ),
+], ids=["activations", "policy", "no-call", "list", "holder", "concrete"])  # fmt: skip
 def test_wrong_requests_say_what_to_write(request_, error, match):
-    with pytest.raises(error, match=match):
+    with pytest.raises(error, match=match) as caught:
         request_()
+    if match is None:
+        notes = " ".join(caught.value.__notes__)  # JAX may add its own
+        assert "n. Name an argument" in notes and "static_argnums" in notes
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_a_batch_that_is_closed_over_is_data(jitted):
+    """All state is parameters; nothing was packed, and no word was said."""
+    model = nnx.Linear(64, 256, rngs=nnx.Rngs(0))
+    x = jnp.ones((32, 64))
+
+    def table(x):
+        loss = jaxact.compress(lambda model: jnp.square(nnx.gelu(model(x))).mean())
+        return jaxact.residuals(loss, model, argnums=0)
+
+    if jitted:
+        tables = []
+        jax.eval_shape(lambda x: tables.append(table(x)), x)
+        (found,) = tables
+    else:
+        found = table(x)
+    assert found.rows and found.stored_bytes < found.exact_bytes / 3
 
 
 def test_instances_of_one_class_stay_so():

@@ -1,4 +1,4 @@
-"""Compressed Linen modules go through pickle and copy."""
+"""Compressed Linen and NNX modules go through pickle and copy."""
 
 import copy
 import pickle
@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import jaxact
 from jaxact import Policy
@@ -72,3 +73,28 @@ def test_a_copy_has_the_same_class(module):
 def test_modules_that_were_pickled_alike_have_one_class():
     first, second = (pickle.loads(pickle.dumps(Small(width=5))) for _ in range(2))
     assert type(first) is type(second) and first == second
+
+
+class State(nnx.Module):
+    def __init__(self, rngs):
+        self.dense = nnx.Linear(64, 64, rngs=rngs)
+
+    def __call__(self, x):
+        return jnp.tanh(self.dense(x))
+
+
+@pytest.mark.parametrize("protocol", [2, pickle.HIGHEST_PROTOCOL])
+@pytest.mark.parametrize("made_from", ["class", "instance"])
+def test_a_pickled_nnx_module_computes_the_same(made_from, protocol):
+    if made_from == "class":
+        module = jaxact.compress(State, policy=Policy(bits=2))(nnx.Rngs(0))
+    else:
+        module = jaxact.compress(State(nnx.Rngs(0)), policy=Policy(bits=2))
+    loaded = pickle.loads(pickle.dumps(module, protocol))
+    assert type(loaded).__name__ == "State" and loaded is not module
+
+    def gradient(m):
+        return nnx.state(nnx.grad(lambda m: jnp.square(m(X)).sum())(m))
+
+    jax.tree.map(np.testing.assert_array_equal, gradient(loaded), gradient(module))
+    assert jaxact.residuals(lambda m: m(X), loaded).rows

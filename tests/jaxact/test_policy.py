@@ -1,5 +1,6 @@
 """Rules: first match wins, each condition narrows, bad requests say what to do."""
 
+import warnings
 from pathlib import Path
 
 import flax.linen as nn
@@ -10,13 +11,17 @@ import pytest
 
 import jaxact
 from jaxact import (
+    Adaptive,
     Bitmask,
     Cast,
+    CompressionWarning,
+    Dithered,
     Exact,
     Offload,
     Policy,
     Quantize,
     Recompute,
+    Rotated,
     Rule,
 )
 from jaxact._residual import Residual
@@ -285,3 +290,23 @@ def test_exponentials_get_one_bit_more_below_four(bits, stored):
     assert decide(Policy(bits), exponential).action == Quantize(stored)
     chosen = Policy(default=Quantize(bits))
     assert decide(chosen, exponential).action == Quantize(bits)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("width", [1, 3, 5, 8, 9, 16, 31])
+@pytest.mark.parametrize(
+    "action",
+    [Quantize(2), Quantize(8), Dithered(4), Rotated(0.5), Adaptive(4)],
+    ids=repr,
+)
+def test_no_array_is_larger_packed(action, width, dtype):
+    """Rows along axis 0 have groups of their own: the coordinates of points."""
+    x = jax.ShapeDtypeStruct((4096, width), dtype)
+    f = lambda x: jnp.tanh(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CompressionWarning)  # nothing was packed
+        table = jaxact.residuals(f, x, policy=Policy(default=action))
+    (row,) = table.rows
+    assert row.stored_bytes <= row.exact_bytes
+    if row.stored_bytes == row.exact_bytes:
+        assert "would be no smaller packed" in row.why
