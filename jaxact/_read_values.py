@@ -8,6 +8,7 @@ in place, and is the same as before.
 """
 
 import dataclasses
+import dis
 import enum
 import functools
 import sys
@@ -18,20 +19,25 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-_CONSTANTS = (
-    bool
-    | int
-    | float
-    | complex
-    | str
-    | bytes
-    | enum.Enum
-    | np.generic
-    | np.dtype
-    | None
-)
+# Their subclasses may have attributes, and methods that read more.
+_CONSTANTS = frozenset({bool, int, float, complex, str, bytes, type(None)})
 # Modules whose attributes are taken to stay the same.
 _LIBRARIES = frozenset({"jax", "numpy", "math", "functools", "operator", "builtins"})
+# Functions through which anything can be read.
+_READERS = frozenset(
+    "__import__ breakpoint eval exec globals input locals open vars".split()
+)
+# What a frozen dataclass or a NamedTuple has without being written; nothing else is
+# read there.
+_GENERATED = frozenset(
+    "__annotations__ __delattr__ __dict__ __doc__ __eq__ __ge__ __getnewargs__ "
+    "__getstate__ __gt__ __hash__ __init__ __le__ __lt__ __match_args__ __module__ "
+    "__new__ __qualname__ __replace__ __repr__ __setattr__ __setstate__ __slots__ "
+    "__static_attributes__ __firstlineno__ __weakref__ __orig_bases__ "
+    "__dataclass_fields__ __dataclass_params__ __annotate__ __annotate_func__ "
+    "__annotations_cache__ __classdictcell__ _asdict _field_defaults _fields _make "
+    "_replace replace".split()
+)
 
 
 class _MayChangeError(Exception):
@@ -59,13 +65,16 @@ def are_same(a: tuple[object, ...] | None, b: tuple[object, ...] | None) -> bool
 
 
 def _equal_constants(x: object, y: object) -> bool:
-    is_constant = isinstance(x, _CONSTANTS) and type(x) is type(y)
-    # An enumeration's text need not be its own. 0.0 equals -0.0, but not as text.
-    return is_constant and not isinstance(x, enum.Enum) and repr(x) == repr(y)
+    # 0.0 equals -0.0, but not as text.
+    return _is_constant(x) and type(x) is type(y) and repr(x) == repr(y)
+
+
+def _is_constant(value: object) -> bool:
+    return type(value) in _CONSTANTS or isinstance(value, np.generic | np.dtype)
 
 
 def _values(value: object, seen: set[int]) -> Iterator[object]:
-    if isinstance(value, _CONSTANTS):
+    if _is_constant(value):
         yield value
     elif isinstance(value, jax.Array) and not isinstance(value, Tracer):
         yield value
@@ -85,8 +94,13 @@ def _parts(value: object) -> Iterator[object]:
         yield from (value.func, *value.args, *value.keywords.values())
     elif isinstance(value, tuple | frozenset):
         yield from value
+        yield from _written_in(type(value))
+    elif isinstance(value, enum.Enum):
+        yield value.value
+        yield from _written_in(type(value), enum.Enum)
     elif _is_frozen(value):
         yield from vars(value).values()
+        yield from _written_in(type(value))
     elif isinstance(value, _JITTED):
         yield getattr(value, "__wrapped__", None)
     else:
@@ -94,6 +108,36 @@ def _parts(value: object) -> Iterator[object]:
 
 
 _JITTED = type(jax.jit(lambda: None))
+
+
+def _written_in(cls: type, base: type | None = None) -> Iterator[object]:
+    """The methods and attributes of a class that somebody wrote.
+
+    Args:
+      base: an enumeration's, whose members are attributes of the class.
+    """
+    for owner in cls.__mro__:
+        if owner in (base, object) or _is_of_a_library(owner):
+            return
+        for name, value in vars(owner).items():
+            is_field = name in getattr(cls, "_fields", ())  # of a NamedTuple
+            if name in _GENERATED or is_field or isinstance(value, _SLOT):
+                continue
+            if base is not None and (name.startswith("_") or isinstance(value, base)):
+                continue
+            yield _function_of(value)
+
+
+_SLOT = types.MemberDescriptorType | types.GetSetDescriptorType
+
+
+def _function_of(value: object) -> object:
+    """The function behind a descriptor; any other value itself."""
+    if isinstance(value, property):
+        return value.fget
+    if isinstance(value, functools.cached_property):
+        return value.func
+    return value.__func__ if isinstance(value, staticmethod | classmethod) else value
 
 
 def _is_frozen(value: object) -> bool:
@@ -108,7 +152,10 @@ def _reads(f: types.FunctionType) -> Iterator[object]:
         raise _MayChangeError from None
     yield from f.__defaults__ or ()
     yield from (f.__kwdefaults__ or {}).values()
-    names = set(_names(f.__code__))
+    yield from vars(f).values()
+    names = _names(f.__code__)
+    if not names.isdisjoint(_READERS) or _imports(f.__code__):
+        raise _MayChangeError
     for name in sorted(names & f.__globals__.keys()):
         value = f.__globals__[name]
         if value is np and "random" in names:
@@ -116,12 +163,25 @@ def _reads(f: types.FunctionType) -> Iterator[object]:
         yield value
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
+@functools.lru_cache
+def _names(code: types.CodeType) -> frozenset[str]:
     """The names in a function's code and in functions that are defined in it."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names(constant)
+    return frozenset(code.co_names).union(*map(_names, _codes_in(code)))
+
+
+@functools.lru_cache
+def _imports(code: types.CodeType) -> bool:
+    """Whether it imports a module, other than a library, when it is called."""
+    modules = (
+        i.argval for i in dis.get_instructions(code) if "IMPORT_NAME" in i.opname
+    )
+    if any(name.partition(".")[0] not in _LIBRARIES for name in modules):
+        return True
+    return any(map(_imports, _codes_in(code)))
+
+
+def _codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
+    return (c for c in code.co_consts if isinstance(c, types.CodeType))
 
 
 def _is_of_a_library(value: object) -> bool:

@@ -10,7 +10,7 @@ import enum
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias, TypeGuard
 
 import jax
@@ -206,7 +206,8 @@ class _OnArrays:
 
     def values(self) -> tuple[object, ...] | None:
         """The constants that the trace depends on, see `read_values`."""
-        return read_values(self.f, *self.leaves, *self.static)
+        fields = _static_fields(self.tree)
+        return read_values(self.f, *self.leaves, *self.static, *fields)
 
     def key(self) -> Hashable | None:
         """The same for calls whose traces may be the same; None: it has none.
@@ -220,6 +221,22 @@ class _OnArrays:
         except TypeError:
             return None
         return key
+
+
+# Whose pytrees hold no values that change in place beside their arrays.
+_PYTREES = frozenset({"builtins", "collections", "flax", "jax", "jaxact", "optax"})
+
+
+def _static_fields(tree: Any) -> Iterator[object]:
+    """What users' pytrees hold beside their leaves."""
+    node = tree.node_data()
+    if node is None:
+        return
+    kind, fields = node
+    if fields is not None and kind.__module__.partition(".")[0] not in _PYTREES:
+        yield fields
+    for child in tree.children():
+        yield from _static_fields(child)
 
 
 _NOT_CONCRETE = (

@@ -1,7 +1,11 @@
 """A compressed function is traced again when, and only when, its trace may differ."""
 
 import dataclasses
+import enum
 import functools
+import sys
+import types
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -135,6 +139,74 @@ def test_attribute(follow):
     net.factor = 2.0
     for f in (method, closure):
         follow(f)
+
+
+class Settings:
+    factor = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Derived:
+    power: int
+
+    @property
+    def factor(self):
+        return scale**self.power
+
+
+class Pair2(NamedTuple):
+    power: int
+
+    def factor(self):
+        return scale**self.power
+
+
+class Mode(enum.Enum):
+    FULL = Settings()
+
+
+def schedule():
+    return schedule.factor
+
+
+def imported(w, x):
+    import schedules_of_a_test as schedules
+
+    return jnp.sin(x @ w * schedules.factor)
+
+
+derived, pair, mode = Derived(1), Pair2(1), Mode.FULL
+READERS = {
+    "import": imported,
+    "function's attribute": lambda w, x: jnp.sin(x @ w * schedule()),
+    "property": lambda w, x: jnp.sin(x @ w * derived.factor),
+    "method of a tuple": lambda w, x: jnp.sin(x @ w * pair.factor()),
+    "object of an enumeration": lambda w, x: jnp.sin(x @ w * mode.value.factor),
+    "globals()": lambda w, x: jnp.sin(x @ w * globals()["scale"]),
+    "eval": lambda w, x: jnp.sin(x @ w * eval("scale")),  # noqa: S307
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_what_is_read_by_way_of_something_else(follow, monkeypatch, name):
+    module = types.ModuleType("schedules_of_a_test")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    for factor in (1.0, 3.0):
+        monkeypatch.setitem(globals(), "scale", factor)
+        for owner in (module, schedule, mode.value):
+            monkeypatch.setattr(owner, "factor", factor, raising=False)
+        follow(READERS[name])
+
+
+def test_a_static_field_of_a_users_pytree():
+    settings = Settings()
+    settings.factor = 1.0
+    pair = Pair(W, W, settings)
+    f = lambda pair, x: jnp.sin(x @ pair.a * pair.options.factor)
+    small = exact(f)
+    for factor in (1.0, 3.0):
+        settings.factor = factor
+        np.testing.assert_array_equal(small(pair, X), f(pair, X))
 
 
 def test_signs_and_types_of_constants():
