@@ -95,8 +95,9 @@ def compress(
       JAX PRNG key for the rounding noise; Flax modules use the RNG stream 'jaxact' if
       there is one (`nn.scan` hands on those that its `split_rngs` names). Without a key
       the noise is derived from the data and the call's number in its trace: where one
-      traced program makes several calls (a jitted function called twice, a scan's
-      body), equal data are rounded alike; give each a key. Of a target that is
+      traced program makes several calls (a jitted function called twice, the body of a
+      scan around it), data whose groups have equal extremes, such as clipped ones, are
+      rounded alike, which biases a product of them; give each a key. If the target is
       compressed already, the original is compressed: this call's options decide.
 
     Raises:

@@ -27,7 +27,7 @@ _LIBRARIES = frozenset({"jax", "numpy", "math", "functools", "operator", "builti
 _READERS = frozenset(
     "__import__ breakpoint eval exec globals input locals open vars".split()
 )
-# What a frozen dataclass or a NamedTuple has without being written; nothing else is
+# Attributes that nobody writes in a frozen dataclass or a NamedTuple: nothing else is
 # read there.
 _GENERATED = frozenset(
     "__annotations__ __delattr__ __dict__ __doc__ __eq__ __ge__ __getnewargs__ "

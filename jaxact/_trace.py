@@ -228,7 +228,7 @@ _PYTREES = frozenset({"builtins", "collections", "flax", "jax", "jaxact", "optax
 
 
 def _static_fields(tree: Any) -> Iterator[object]:
-    """What users' pytrees hold beside their leaves."""
+    """Values that users' pytrees hold beside their leaves."""
     node = tree.node_data()
     if node is None:
         return

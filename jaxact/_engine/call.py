@@ -324,6 +324,8 @@ class _Rule:
     ) -> Passes:
         """The passes for these active values; reports the plan's decisions."""
         engine, flat = self.engine, self.flat.first_alike
+        if not isinstance(engine.policy.default, Exact):
+            _require_sizes(engine.name, values)
         key = CallKey(
             flat,
             engine.own_policy,
@@ -340,6 +342,22 @@ class _Rule:
         decided = passes.plan.all_decisions
         engine.report([*(d.at(engine.prefix) for d in decided), *inside])
         return passes
+
+
+def _require_sizes(name: str, values: Sequence[Array]) -> None:
+    """Refuse shapes with symbols, as `jax.export` takes them.
+
+    Raises:
+      ValueError: one has a symbol.
+    """
+    for x in values:
+        if not all(isinstance(size, int) for size in x.shape):
+            raise ValueError(
+                f"jaxact: the compressed {name} is differentiated at an argument of "
+                f"shape {x.shape}. How residuals are packed depends on their sizes, "
+                "which have to be numbers: export the step for each size that it runs "
+                "with, or the uncompressed one."
+            )
 
 
 def _measured_keys(

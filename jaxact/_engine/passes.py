@@ -75,7 +75,7 @@ class Passes:
         if packed:
             held, packed, exact = barrier((held, packed, exact))
         stored: dict[Var, PyTree] = dict.fromkeys(plan.decisions)
-        # Not behind the barrier: a scan keeps once what is the same in each step.
+        # Not behind the barrier: a scan keeps once a value that all steps share.
         stored.update((v, env[v]) for v in plan.of_parameters)
         stored.update(zip(behind, exact, strict=True))
         # Behind the barrier: XLA's host offloading does not look through one.

@@ -156,9 +156,9 @@ def _scan(
 def _kinds_inside(eqn: Eqn, facts: Sequence[int]) -> tuple[Kind, ...]:
     """The kinds of the inputs of a scan's body.
 
-    Constants are as parameters: what is made of them alone is the same in each step,
-    and JAX keeps it once, as an LSTM's joined kernels. Not where steps have parameters
-    of their own, such as layers: what those make of a constant differs.
+    Constants are as parameters: values made of them alone are the same in each step,
+    and JAX keeps them once, as an LSTM's joined kernels. Not where steps have parameters
+    of their own, as layers have: their products with a constant differ.
     """
     kinds = [kind_of(f) for f in scan_facts(eqn, facts, learn)[0]]
     num_consts, _ = scan_counts(eqn)

@@ -61,7 +61,7 @@ def _inside(jaxpr: Jaxpr, facts: Facts) -> set[Var]:
 
 def _divisors(jaxpr: Jaxpr) -> set[Var]:
     """Products by whose elements rows are divided: a linear attention's normalizers."""
-    sizes: dict[Var, int] = {}  # of what is divided by a variable
+    sizes: dict[Var, int] = {}  # the largest array that a variable divides
     products: set[Var] = set()
     for eqn in reversed(jaxpr.eqns):
         name, inputs = eqn.primitive.name, variables_in(eqn.invars)

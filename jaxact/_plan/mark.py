@@ -98,7 +98,9 @@ def _refuse(
         "jaxact: second-order differentiation of a compressed function. Its "
         f"residual {decision.residual} is stored by {decision.action}, whose "
         "rounding has no derivative. Use the uncompressed function for the inner "
-        "derivative, or compress with Policy(default=Exact()). Reports, such as "
+        "derivative, or compress with Policy(default=Exact()). Where the outer one is "
+        "to stop there, as in first-order MAML, apply jax.lax.stop_gradient to the "
+        "inner gradient's arguments, not to the gradient. Reports, such as "
         "jaxact.residuals, take the loss itself, not its gradient."
     )
 

@@ -3,6 +3,7 @@
 import re
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import pytest
 from jax import checkpoint_policies
@@ -164,3 +165,21 @@ def test_the_second_result_is_left_out_of_a_table():
     with_aux = lambda w: (loss(w), jnp.sin(w))
     table = jaxact.residuals(with_aux, W, has_aux=True)
     assert table.to_dict() == jaxact.residuals(loss, W).to_dict()
+
+
+def test_symbolic_sizes():
+    """It was an InconclusiveDimensionOperation, about a comparison in jaxact."""
+    (rows,) = jax.export.symbolic_shape("rows")
+    x = jax.ShapeDtypeStruct((rows, 64), jnp.float32)
+
+    def exported(policy):
+        small = jaxact.compress(layer, activations="x", policy=policy)
+        step = jax.jit(jax.grad(lambda w, x: small(w, x).sum()))
+        return jax.export.export(step)(W, x)
+
+    with pytest.raises(ValueError, match="have to be numbers: export the step"):
+        exported(Policy())
+    wanted = jax.grad(lambda w: layer(w, X).sum())(W)
+    exact = exported(Policy(default=Exact())).call(W, X)
+    # Sums of 32 products in float32, in another order.
+    assert jnp.abs(exact - wanted).max() <= 32 * 2**-23 * jnp.abs(wanted).max()
