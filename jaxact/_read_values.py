@@ -111,10 +111,10 @@ _JITTED = type(jax.jit(lambda: None))
 
 
 def _written_in(cls: type, base: type | None = None) -> Iterator[object]:
-    """The methods and attributes of a class that somebody wrote.
+    """A class's methods and attributes that somebody wrote.
 
     Args:
-      base: an enumeration's, whose members are attributes of the class.
+      base: an enumeration's, whose members are class attributes.
     """
     for owner in cls.__mro__:
         if owner in (base, object) or _is_of_a_library(owner):

@@ -290,7 +290,7 @@ def trace(
         cache.keep(on_arrays)
     jaxpr, consts = open_jaxpr(closed)
     given = tuple(kinds[i] for i in dynamic)
-    # Of a loss of modules alone the batch is closed over: the usual way in NNX.
+    # A loss whose arguments are modules alone closes over its batch: usual in NNX.
     has_data = any(kind is not Kind.PARAMETER for kind in given)
     closed_over = Kind.PARAMETER if has_data else Kind.UNKNOWN
     flat = Flat(

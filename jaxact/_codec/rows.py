@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 
 from jaxact_kernels.layout import layout_of
 
-_METADATA_BYTES = 4  # of a group
+_METADATA_BYTES = 4  # for a group
 
 
 class Grouped(Protocol):
@@ -24,8 +24,8 @@ class Grouped(Protocol):
 def short_rows(codec: Grouped, shape: tuple[int, ...], dtype: DTypeLike) -> str | None:
     """Why groups would take no fewer bytes than the array; None where they do.
 
-    A group has at least 32 elements, and never elements of two rows along axis 0: the
-    coordinates of points, `[65536, 3]`, would take 20 bytes a row at 4 bits, not 12.
+    A group has at least 32 elements, all from one row along axis 0: points with three
+    coordinates, `[65536, 3]`, would take 20 bytes a row at 4 bits, not 12.
     """
     layout = layout_of(shape, codec.group_size)
     packed = layout.total_groups * (layout.group * codec.bits / 8 + _METADATA_BYTES)

@@ -154,11 +154,11 @@ def _scan(
 
 
 def _kinds_inside(eqn: Eqn, facts: Sequence[int]) -> tuple[Kind, ...]:
-    """The kinds of the inputs of a scan's body.
+    """The kinds that a scan's inputs have inside its body.
 
-    Constants are as parameters: values made of them alone are the same in each step,
-    and JAX keeps them once, as an LSTM's joined kernels. Not where steps have parameters
-    of their own, as layers have: their products with a constant differ.
+    Constants are as parameters: values made from them alone are the same in each step,
+    and JAX keeps them once, as an LSTM's joined kernels. Not where steps have their own
+    parameters, as layers have: products with those differ.
     """
     kinds = [kind_of(f) for f in scan_facts(eqn, facts, learn)[0]]
     num_consts, _ = scan_counts(eqn)
@@ -171,7 +171,7 @@ def _kinds_inside(eqn: Eqn, facts: Sequence[int]) -> tuple[Kind, ...]:
 def rebuild(
     eqn: Eqn, body: Callable[..., list[jax.Array]], values: Sequence[Array]
 ) -> list[jax.Array]:
-    """A scan with another body, of (number of the step, *constants, *carry, *xs)."""
+    """A scan with another body: (the step's number, *constants, *carry, *xs)."""
     num_consts, num_carry = scan_counts(eqn)
     start, consts = num_consts + num_carry, values[:num_consts]
     length = eqn.params["length"]

@@ -12,9 +12,9 @@ factor of 1000 the noise at 8 bits was 15 times the gradient. Statistics that ar
 constant inside a group need no such care: its zero point and scale absorb them.
 
 So it is with any other quotient by a statistic: attention that is normalized over the
-queries (Point Cloud Transformer), or by the sum of a row's features (Performer). The
-slope in the divisor is -x / d^2: where d has size 1e-6 for a row in a group, a step of
-the group's is 1e12 times that. For 64 tokens the noise at 8 bits was 76 times the
+queries (Point Cloud Transformer), or by sums over a row's features (Performer). The
+slope in the divisor is -x / d^2: where d has size 1e-6 for a row in a group, the
+group's step is 1e12 times that. For 64 tokens the noise at 8 bits was 76 times the
 gradient.
 """
 

@@ -115,7 +115,7 @@ def _evaluate_inside(
     name, params = eqn.primitive.name, eqn.params
     functions = [function(body) for body in _bodies(eqn)]
     if name == "scan":
-        # A call in a scan of the user's has one seed in all steps.
+        # A call in a user's scan has one seed in all steps.
         return rebuild(eqn, lambda step, *xs: functions[0](draw, *xs), values)
     if name == "cond":
         index, *operands = values

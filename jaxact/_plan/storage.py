@@ -147,7 +147,7 @@ class StoragePlan:
 
     @property
     def of_parameters(self) -> list[Var]:
-        """Those among `exact` that are made of parameters alone."""
+        """Those among `exact` that are made from parameters alone."""
         reason = Reason.OF_PARAMETERS
         return [v for v in self.exact if self.decisions[v].reason is reason]
 
