@@ -80,12 +80,16 @@ class Norms:
             for name in ("mul", "div"):
                 for product, factors in self._results(v, name):
                     for factor in factors:
+                        if not _varies(factor.axes, x.aval.shape):
+                            continue
                         found = self._deviation(factor.variable)
-                        if found is None and name == "div":
-                            found = factor.variable, False
-                        if found is not None and _varies(factor.axes, x.aval.shape):
+                        if found is not None:
                             may_vanish = self._may_vanish(*found)
                             return Normalized(None, *found, factor.axes, may_vanish)
+                        if name == "div":  # its sums may overflow too
+                            return Normalized(
+                                None, factor.variable, False, factor.axes, True
+                            )
                     todo.append(product)
         return None
 

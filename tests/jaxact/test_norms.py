@@ -195,3 +195,15 @@ def test_a_gain_that_is_stored_is_not_normalized():
     small = jaxact.compress(f, policy=jaxact.Policy(8))
     outputs, pullback = jax.vjp(small, x, jnp.ones(65))
     assert all(jnp.isfinite(g).all() for g in pullback(outputs))
+
+
+def test_divisors_that_overflow():
+    """0 * inf was the decoded numerator where a quotient by inf is 0."""
+    sizes = jnp.where(jnp.arange(8) > 0, 1.0, 1e20)[None, :, None]
+
+    def f(x):
+        sums = jnp.square(sizes * x).sum(-1, keepdims=True)
+        return jnp.square(x) + x / lax.stop_gradient(sums)
+
+    x = 1 + jax.random.uniform(jax.random.key(7), (16, 8, 16))
+    assert draw_error(f, x) < 8 / 255
