@@ -86,7 +86,8 @@ class Norms:
                         if found is not None:
                             may_vanish = self._may_vanish(*found)
                             return Normalized(None, *found, factor.axes, may_vanish)
-                        if name == "div":  # its sums may overflow too
+                        # Its sums may overflow too.
+                        if name == "div" and self._is_scale(factor.variable, x):
                             return Normalized(
                                 None, factor.variable, False, factor.axes, True
                             )
@@ -101,6 +102,43 @@ class Norms:
             of = eqn.invars[-1]
         lo, _ = interval_of(of, self.intervals)
         return lo < _LEAST_VARIANCE
+
+    def _is_scale(self, divisor: Var, x: Var) -> bool:
+        """Whether the sizes of an array's rows, as it is read, go with a divisor's.
+
+        The divisor is made from the array, or the array is read nowhere else. Else its
+        rows may be alike where the divisor's are not: `h @ w + h / degrees`.
+        """
+        if self._is_made_from(divisor, x):
+            return True
+        todo = [x]
+        while todo:
+            v = todo.pop()
+            for eqn in self.users.get(v, ()):
+                name = eqn.primitive.name
+                others = [u for u in eqn.invars if u is not v]
+                by_number = name == "mul" and others and not others[0].aval.shape
+                if by_number or name in CASTS | COPIES | {"neg"}:
+                    todo += eqn.outvars
+                elif name not in ("mul", "div") or not others:
+                    return False
+                elif not self._is_made_from(others[0], divisor):
+                    return False
+        return True
+
+    def _is_made_from(self, v: Atom, source: Var) -> bool:
+        """Whether a value depends on another one."""
+        todo = variables_in([v])
+        seen = set(todo)
+        while todo:
+            u = todo.pop()
+            if u is source:
+                return True
+            eqn = self.producers.get(u)
+            new = [] if eqn is None else variables_in(eqn.invars)
+            todo += [w for w in new if w not in seen]
+            seen.update(new)
+        return False
 
     def _results(self, x: Var, name: str) -> Iterator[tuple[Var, list[_Statistic]]]:
         """(result, factors) where `name` combines `x` with a product of statistics."""
