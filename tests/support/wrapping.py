@@ -5,7 +5,7 @@ import jax
 import jaxact
 from jaxact import Exact, Policy
 
-WIDTH, BATCH = 8, 32
+WIDTH, BATCH = 12, 32
 BITS = 3
 # Compiled without LLVM's optimizations; test_linen.py says why.
 AS_WRITTEN = {"xla_backend_optimization_level": 0}
