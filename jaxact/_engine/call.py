@@ -351,10 +351,11 @@ def _require_sizes(name: str, values: Sequence[Array]) -> None:
       ValueError: one has a symbol.
     """
     for x in values:
-        if not all(isinstance(size, int) for size in x.shape):
+        shape = getattr(x, "shape", ())  # a number has none
+        if not all(isinstance(size, int) for size in shape):
             raise ValueError(
                 f"jaxact: the compressed {name} is differentiated at an argument of "
-                f"shape {x.shape}. How residuals are packed depends on their sizes, "
+                f"shape {shape}. How residuals are packed depends on their sizes, "
                 "which have to be numbers: export the step for each size that it runs "
                 "with, or the uncompressed one."
             )

@@ -100,3 +100,12 @@ def test_a_product_with_the_layers_own_weights_is_stored():
         table = jaxact.residuals(compressed(loss, names), ws, v, argnums=0)
         rows = [row for row in table.rows if row.shape == (4, BATCH, WIDTH)]
         assert rows and all(row.stored_bytes < row.exact_bytes / 2 for row in rows)
+
+
+def test_a_carry_that_is_a_number():
+    """A Python number in a scan's carry has no shape."""
+    x = jnp.ones((4, WIDTH))
+    f = lambda x: jax.lax.scan(lambda n, row: (n, jnp.tanh(row)), 0, x)[1]
+    gradient = jax.grad(lambda x: jaxact.compress(f, policy=EXACT)(x).sum())(x)
+    small = jax.grad(lambda x: jaxact.compress(f)(x).sum())(x)
+    np.testing.assert_array_equal(gradient, small)  # rows alike are constants, exact
