@@ -121,6 +121,13 @@ def seed_from(key: jax.Array | None) -> Array:
             f"rounding_key={key!r}: a JAX PRNG key is required, such as "
             "jax.random.key(0)."
         )
+    is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    is_one = key.shape == () if is_typed else key.dtype == jnp.uint32 and key.ndim == 1
+    if not is_one:
+        raise TypeError(
+            f"rounding_key={key.dtype}{list(key.shape)}: one JAX PRNG key is required, "
+            "such as jax.random.key(0). For a key each, map the call with jax.vmap."
+        )
     return jax.random.bits(key, (), jnp.uint32)
 
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxact._bits.cost import Sensitivity
+from jaxact._codec.checks import checked_int
 from jaxact._compress import compress
 from jaxact._decision import Decision
 from jaxact._engine.storage import BackwardProgram, Packed
@@ -93,8 +94,14 @@ def sensitivity(
 
     Raises:
       TypeError: the loss is not a real scalar.
-      ValueError: nothing in `loss_fn` is stored rounded; argnums out of range.
+      ValueError: nothing in `loss_fn` is stored rounded; argnums out of range; draws
+        not a positive integer.
     """
+    draws = checked_int(
+        draws,
+        range(1, 1 << 20),
+        f"sensitivity(draws={draws!r}): a positive integer is required, such as 2.",
+    )
     if policy is not None:
         loss_fn = compress(loss_fn, policy=policy)
     call = pure_call(loss_fn, args, kwargs)

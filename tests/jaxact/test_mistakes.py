@@ -69,6 +69,20 @@ MISTAKES = {
         lambda: jaxact.compress(layer)(W, X, rounding_key=0),
         "jax.random.key(0)",
     ),
+    "rounding_key=keys": (
+        lambda: jaxact.compress(layer)(
+            W, X, rounding_key=jax.random.split(jax.random.key(0), 3)
+        ),
+        "one JAX PRNG key is required",
+    ),
+    "rounding_key=floats": (
+        lambda: jaxact.compress(layer)(W, X, rounding_key=jnp.ones(2)),
+        "one JAX PRNG key is required",
+    ),
+    "sensitivity(draws=0)": (
+        lambda: jaxact.sensitivity(loss, W, draws=0),
+        "a positive integer is required",
+    ),
     "jvp": (
         lambda: jax.jvp(jaxact.compress(layer), (W, X), (W, X)),
         "use jax.vjp, jax.grad or jax.jacrev",
