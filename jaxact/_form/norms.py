@@ -21,11 +21,11 @@ gradient.
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 from jaxact._form.intervals import Interval, find_intervals, interval_of
-from jaxact._jaxpr.primitives import CASTS, COPIES
+from jaxact._jaxpr.primitives import CASTS, COPIES, MOVES
 from jaxact._jaxpr.read import is_literal, variables_in
 from jaxact._jaxpr.types import Atom, Eqn, Jaxpr, Producers, Shape, Var
 from jaxact._plan.storage import Normalized
@@ -33,6 +33,8 @@ from jaxact._plan.storage import Normalized
 _DEVIATIONS = {"rsqrt": False, "sqrt": True}  # is it the deviation, or its inverse
 # Operations that leave elements, and their order.
 _RESHAPES = frozenset("broadcast_in_dim reshape squeeze expand_dims".split())
+# Of several arrays or elements of one size they make something of that size.
+_ADDING = MOVES | frozenset("abs add add_any max reduce_max reduce_sum".split())
 # Groups of the default size hold one row if it has at least so many elements.
 _LONG_ROW = 128
 # The deviations of variances from this on are far from the ends of float32.
@@ -84,32 +86,35 @@ class Norms:
                             continue
                         found = self._deviation(factor.variable)
                         if found is not None:
-                            may_vanish = self._may_vanish(*found)
+                            may_vanish = self._may_vanish(found[0])
                             return Normalized(None, *found, factor.axes, may_vanish)
-                        # Its sums may overflow too.
-                        if name == "div" and self._is_scale(factor.variable, x):
-                            return Normalized(
-                                None, factor.variable, False, factor.axes, True
-                            )
+                        divisor = self._divisor(factor.variable, name == "div")
+                        if divisor is not None and self._is_scale(divisor, x):
+                            # Sums may vanish, and overflow.
+                            return Normalized(None, divisor, False, factor.axes, True)
                     todo.append(product)
         return None
 
-    def _may_vanish(self, scale: Var, is_inverse: bool) -> bool:
-        """Whether no epsilon, under a root or beside it, keeps a scale away from 0."""
-        eqn = self.producers.get(scale)
-        of: Atom = scale
-        if eqn is not None and (is_inverse or eqn.primitive.name in _DEVIATIONS):
-            of = eqn.invars[-1]
-        lo, _ = interval_of(of, self.intervals)
+    def _may_vanish(self, deviation: Var) -> bool:
+        """Whether no epsilon under its root keeps a deviation away from 0."""
+        lo, _ = interval_of(self.producers[deviation].invars[0], self.intervals)
         return lo < _LEAST_VARIANCE
+
+    def _divisor(self, factor: Var, is_divisor: bool) -> Var | None:
+        """The statistic that an array is divided by, or multiplied with 1 over."""
+        eqn = self.producers.get(factor)
+        if is_divisor or eqn is None or eqn.primitive.name != "div":
+            return factor if is_divisor else None
+        one, divisor = eqn.invars
+        return divisor if is_literal(one) and not is_literal(divisor) else None
 
     def _is_scale(self, divisor: Var, x: Var) -> bool:
         """Whether the sizes of an array's rows, as it is read, go with a divisor's.
 
-        The divisor is made from the array, or the array is read nowhere else. Else its
-        rows may be alike where the divisor's are not: `h @ w + h / degrees`.
+        The divisor adds up the array, or the array is read nowhere else. Else its rows
+        may be alike where the divisor's are not: `h @ w + h / degrees`.
         """
-        if self._is_made_from(divisor, x):
+        if self._is_made_from(divisor, x, _ADDING):
             return True
         todo = [x]
         while todo:
@@ -126,8 +131,10 @@ class Norms:
                     return False
         return True
 
-    def _is_made_from(self, v: Atom, source: Var) -> bool:
-        """Whether a value depends on another one."""
+    def _is_made_from(
+        self, v: Atom, source: Var, by: Collection[str] | None = None
+    ) -> bool:
+        """Whether a value depends on another one, by some operations alone."""
         todo = variables_in([v])
         seen = set(todo)
         while todo:
@@ -135,7 +142,9 @@ class Norms:
             if u is source:
                 return True
             eqn = self.producers.get(u)
-            new = [] if eqn is None else variables_in(eqn.invars)
+            if eqn is None or (by is not None and eqn.primitive.name not in by):
+                continue
+            new = variables_in(eqn.invars)
             todo += [w for w in new if w not in seen]
             seen.update(new)
         return False
@@ -191,7 +200,7 @@ class Norms:
         return _Statistic(v, tuple(axis for axis, n in sizes if n > 1))
 
     def _deviation(self, factor: Var) -> tuple[Var, bool] | None:
-        """The deviation in a factor, or its inverse; and whether it is the inverse.
+        """The deviation in a factor, which may hold a gain too, and if it is inverse.
 
         Flax multiplies rsqrt(variance + epsilon) with the gain first.
         """
@@ -206,8 +215,6 @@ class Norms:
             name = eqn.primitive.name
             if name in _DEVIATIONS:
                 return v, not _DEVIATIONS[name]
-            if name == "div" and is_literal(eqn.invars[0]):
-                return v, True
             if name == "mul" or name in _RESHAPES | CASTS | COPIES:
                 todo.extend(eqn.invars)
         return None
