@@ -98,7 +98,9 @@ def nested_gates(h, xs):
     return jax.lax.scan(lambda h, xs: gates(h, xs), h, pairs)
 
 
-@pytest.mark.parametrize("f", [gates, nested_gates])
+@pytest.mark.parametrize(
+    "f", [gates, pytest.param(nested_gates, marks=pytest.mark.slow)]
+)
 def test_steps_of_a_scan_are_rounded_apart(f):
     """With one noise for all steps the gradient's mean was 95 % too large."""
     xs = jax.random.uniform(jax.random.key(2), (8, 4, 256), minval=-1.1, maxval=1.1)

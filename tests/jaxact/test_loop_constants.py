@@ -24,7 +24,16 @@ BODIES = {
 }
 
 
-@pytest.fixture(params=BODIES.values(), ids=BODIES)
+QUICK = "joined", "product"
+
+
+def bodies():
+    for name, body in BODIES.items():
+        marks = () if name in QUICK else pytest.mark.slow
+        yield pytest.param(body, id=name, marks=marks)
+
+
+@pytest.fixture(params=bodies())
 def loss(request):
     def loss(w, x, v):
         v = jnp.tanh(v @ w)  # an activation
