@@ -246,6 +246,21 @@ _NOT_CONCRETE = (
 )
 
 
+def _make_jaxpr(
+    on_arrays: _OnArrays, arrays: Sequence[Any], names: Sequence[str]
+) -> tuple[Any, Any]:
+    """The program, and its results' types; `names` of arguments, for messages."""
+    try:
+        return jax.make_jaxpr(on_arrays, return_shape=True)(*arrays)
+    except _NOT_CONCRETE as error:
+        error.add_note(
+            "jaxact: a compressed call traces the arrays in its arguments, as jax.jit "
+            f"does: {', '.join(names)}. Name an argument whose values must be known, "
+            "such as the shape of another, in static_argnums."
+        )
+        raise
+
+
 def trace(
     f: Callable[..., Any],
     args: Sequence[object],
@@ -276,16 +291,8 @@ def trace(
     if cache is not None:
         on_arrays = cache.find(on_arrays)
     arrays: list[Any] = [leaves[i] for i in dynamic]
-    try:
-        closed, (_, result) = jax.make_jaxpr(on_arrays, return_shape=True)(*arrays)
-    except _NOT_CONCRETE as error:
-        names = ", ".join(dict.fromkeys(describe[owners[i]].label for i in dynamic))
-        error.add_note(
-            "jaxact: a compressed call traces the arrays in its arguments, as jax.jit "
-            f"does: {names}. Name an argument whose values must be known, such as the "
-            "shape of another, in static_argnums."
-        )
-        raise
+    names = dict.fromkeys(describe[owners[i]].label for i in dynamic)
+    closed, (_, result) = _make_jaxpr(on_arrays, arrays, list(names))
     if cache is not None:
         cache.keep(on_arrays)
     jaxpr, consts = open_jaxpr(closed)

@@ -70,13 +70,14 @@ class Passes:
         values = [env[v] for v in self._packed_from]
         pack = self._jitted_pack if _can_jit(values) else self._pack
         packed = pack(seed, settings, values) if plan.packed else []
-        behind = [v for v in plan.exact if v not in plan.of_parameters]
+        shared = plan.of_parameters
+        behind = [v for v in plan.exact if v not in shared]
         exact = [env[v] for v in behind]
         if packed:
             held, packed, exact = barrier((held, packed, exact))
         stored: dict[Var, PyTree] = dict.fromkeys(plan.decisions)
         # Not behind the barrier: a scan keeps once a value that all steps share.
-        stored.update((v, env[v]) for v in plan.of_parameters)
+        stored.update((v, env[v]) for v in shared)
         stored.update(zip(behind, exact, strict=True))
         # Behind the barrier: XLA's host offloading does not look through one.
         for v, arrays in zip(plan.packed, packed, strict=True):
