@@ -96,8 +96,9 @@ def compress(
       there is one (`nn.scan` hands on those that its `split_rngs` names). Without a key
       the noise is derived from the data and the call's number in its trace: where one
       traced program makes several calls (a jitted function called twice, the body of a
-      scan around it), data whose groups have equal extremes, such as clipped ones, are
-      rounded alike, which biases a product of them; give each a key. If the target is
+      scan around it), equal data are rounded alike, which biases a product of them;
+      give each a key. (`Dithered` and `Rotated` know of the data only what they store:
+      there this holds for groups with equal extremes, or equal means.) If the target is
       compressed already, the original is compressed: this call's options decide.
 
     Raises:

@@ -83,7 +83,9 @@ class Dithered(Codec[Stored | Wide[Stored]]):
         options = (self.bits, self.group_size)
 
         def pack(x: jax.Array) -> Stored:
-            operation = affine.Encode(x.shape, x.dtype, *options, is_fused=is_fused)
+            operation = affine.Encode(
+                x.shape, x.dtype, *options, is_dithered=True, is_fused=is_fused
+            )
             return Stored(run(operation, x, seed), seed)
 
         if wide.is_needed(x.dtype):

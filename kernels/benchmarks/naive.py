@@ -20,6 +20,7 @@ from jax import lax
 
 from jaxact_kernels import noise
 from jaxact_kernels.affine import Stored, group
+from jaxact_kernels.affine.reference import summarize
 from jaxact_kernels.layout import layout_of
 from jaxact_kernels.tiles import Tiles, separate
 
@@ -49,26 +50,16 @@ def _shifts(bits):
 def fused_encode(x, seed, *, bits, group_size=256):
     layout = layout_of(x.shape, group_size)
     groups = layout.split(x, -np.inf).astype(np.float32)
-    lo, hi = _extremes(groups, group.largest(x.dtype))
+    lo, hi, total = summarize(groups, layout, x.dtype)
     metadata = group.metadata(lo, hi, bits, x.dtype)
     line = group.encoding_line(lo, metadata)
-    key = noise.group_keys(seed, metadata)
+    key = noise.group_keys(seed, noise.own_bits(metadata, total))
     metadata, line, key = lax.optimization_barrier((metadata, line, key))
     tiles = Tiles(layout, bits, 1, separate(bits))
     fixed = functools.partial(_fixed_point, line=line, bits=bits)
     codes = _codes(groups, fixed, key, tiles)
     words = tiles.pack(codes)
     return Stored(words[0] if len(words) == 1 else jnp.concatenate(words, -1), metadata)
-
-
-def _extremes(groups, big):
-    is_infinite = abs(groups) == np.float32(np.inf)
-    inputs = jnp.where(is_infinite, big, groups), jnp.where(is_infinite, -big, groups)
-    join = lambda a, b: (lax.min(a[0], b[0]), lax.max(a[1], b[1]))
-    start = np.float32(np.inf), np.float32(-np.inf)
-    # Together, as a lone minimum loses NaN on XLA:CPU.
-    lo, hi = lax.reduce(inputs, start, join, (groups.ndim - 1,))
-    return lax.min(lo, hi), lax.max(lo, hi)
 
 
 def _fixed_point(x, line, bits):

@@ -51,7 +51,7 @@ def test_words_and_metadata_equal_the_oracle(subject, shape):
 
 def check_dithered(subject, x, seed):
     options = {"bits": subject.bits, "group_size": subject.group_size}
-    wanted = oracle.encode(np.asarray(x), seed, **options)
+    wanted = oracle.encode(np.asarray(x), seed, **options, is_dithered=True)
     encode, decode = jitted(subject, x.shape)
     stored = encode(x, np.uint32(seed))
     np.testing.assert_array_equal(np.asarray(stored.words), wanted.words)
@@ -143,9 +143,11 @@ def test_infinities_leave_their_neighbours_alone():
     x[[10, 20]] = x.min(), x.max()
     other = x.copy()
     other[[10, 20]] = -np.inf, np.inf
-    encode, decode = jitted(Affine(4), x.shape)
+    _, decode = jitted(Affine(4), x.shape)
+    # With noise that depends on the metadata alone.
+    options = {"bits": 4, "is_dithered": True}
     (plain, with_infinities) = (
-        encode(jnp.asarray(v), np.uint32(1)) for v in (x, other)
+        affine.encode(jnp.asarray(v), np.uint32(1), **options) for v in (x, other)
     )
     for a, b in zip(plain, with_infinities, strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))

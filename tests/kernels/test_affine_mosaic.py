@@ -65,13 +65,13 @@ def special(shape, dtype):
 
 
 @functools.cache
-def definition(bits, group_size, stochastic=True):
-    options = {"bits": bits, "group_size": group_size, "stochastic": stochastic}
+def definition(bits, group_size, **options):
+    options = {"stochastic": True, "bits": bits, "group_size": group_size} | options
     return jax.jit(functools.partial(reference.encode, **options))
 
 
-def kernel(bits, group_size, stochastic=True, **options):
-    options |= {"bits": bits, "group_size": group_size, "stochastic": stochastic}
+def kernel(bits, group_size, **options):
+    options = {"stochastic": True, "bits": bits, "group_size": group_size} | options
     return jax.jit(functools.partial(mosaic_gpu.encode, **options))
 
 
@@ -113,6 +113,13 @@ def test_rounding_to_nearest_equals_the_definition(bits):
     x = special(SHAPE, "float32")
     got = kernel(bits, 256, stochastic=False, interpret=True)(x, np.uint32(0))
     assert_same_stored(got, definition(bits, 256, stochastic=False)(x, np.uint32(0)))
+
+
+@interprets
+def test_noise_that_decoding_draws_again_equals_the_definition():
+    x, options = special(SHAPE, "float32"), {"is_dithered": True}
+    got = kernel(4, 256, interpret=True, **options)(x, np.uint32(0))
+    assert_same_stored(got, definition(4, 256, **options)(x, np.uint32(0)))
 
 
 @interprets

@@ -42,16 +42,12 @@ def assert_same_bits(got, wanted):
 
 def both(x, *, seed=SEED, config=SMALL, **options):
     """Stored by the reference and by the kernel; decoded from the former by both."""
-    stochastic = options.pop("stochastic", True)
+    draw = {"stochastic": options.pop("stochastic", True)}
+    draw["is_dithered"] = options.pop("is_dithered", False)
+    kernel = {"config": config, "interpret": True}
     encodes = [
-        functools.partial(reference.encode, **options, stochastic=stochastic),
-        functools.partial(
-            triton.encode,
-            **options,
-            stochastic=stochastic,
-            config=config,
-            interpret=True,
-        ),
+        functools.partial(reference.encode, **options, **draw),
+        functools.partial(triton.encode, **options, **draw, **kernel),
     ]
     stored = [jit(encode)(x, seed) for encode in encodes]
     options |= {"shape": x.shape, "dtype": x.dtype}
@@ -106,6 +102,13 @@ def test_four_million_elements_equal_the_reference(bits):
 def test_rounding_to_nearest_equals_the_reference(bits):
     x = sample(Affine(bits), (4, 200))
     for wanted, got in both(x, bits=bits, group_size=64, stochastic=False):
+        assert_same_bits(got, wanted)
+
+
+def test_noise_that_decoding_draws_again_equals_the_reference():
+    """A group with an infinity, in the branch for such, and ordinary ones."""
+    x = sample(Affine(2), (8, 200)).at[1, 7].set(np.inf)
+    for wanted, got in both(x, bits=2, group_size=64, is_dithered=True):
         assert_same_bits(got, wanted)
 
 

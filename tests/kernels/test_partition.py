@@ -49,7 +49,6 @@ class Encode(affine.Encode):
         return functools.partial(
             triton.encode,
             **self.options,
-            stochastic=self.stochastic,
             numbering=numbering,
             config=Config(4, 1),
             interpret=True,

@@ -80,10 +80,16 @@ def hash32(x):
     return x ^ x >> 16
 
 
-def noise(seed, index, zero_point, scale, group):
+def content(values):
+    """The sum of float32 patterns, of which 11 bits count."""
+    patterns = np.ascontiguousarray(values).view(np.uint32).astype(np.uint64)
+    return int(patterns.sum()) & 0x7FF00000
+
+
+def noise(seed, index, zero_point, scale, group, content=0):
     """16 random bits for each element of the group number `index` of an array."""
-    metadata = int(zero_point) << 16 | int(scale)
-    key = hash32(int(hash32(seed + 0x9E3779B9 * index)) ^ metadata)
+    own = (int(zero_point) << 16 | int(scale)) ^ content
+    key = hash32(int(hash32(seed + 0x9E3779B9 * index)) ^ own)
     hashes = hash32(
         key + np.uint64(0x9E3779B9) * np.arange(group // 2, dtype=np.uint64)
     )
@@ -137,7 +143,7 @@ def codes(values, zero_point, scale, noise16, bits):
     return (fixed + noise16 >> 16).astype(np.uint32)
 
 
-def encode(x, seed, *, bits, group_size, stochastic=True):
+def encode(x, seed, *, bits, group_size, stochastic=True, is_dithered=False):
     lead, row, num_groups, group = layout(x.shape, group_size)
     with np.errstate(over="ignore"):  # beyond float32 is infinite
         rows = x.astype(np.float32).reshape(-1, row) if row else np.zeros((0, 0))
@@ -148,7 +154,8 @@ def encode(x, seed, *, bits, group_size, stochastic=True):
         zero_point, scale = metadata(values, bits, x.dtype)
         draws = np.full(group, 0x8000, np.uint64)
         if stochastic:
-            draws = noise(seed, index, zero_point, scale, group)
+            own = 0 if is_dithered else content(values)
+            draws = noise(seed, index, zero_point, scale, group, own)
         real = codes(values, zero_point, scale, draws[: len(values)], bits)
         words.append(pack(np.pad(real, (0, group - len(real))), bits))
         zero_points.append(zero_point)
@@ -265,7 +272,8 @@ def planes_encode(x, seed, *, bits, group_size):
             for start in range(0, row, group):
                 part = values[start : start + group]
                 zero, scale = metadata(part, int(b), x.dtype)
-                draws = noise(seed, index, zero, scale, group)[: len(part)]
+                draws = noise(seed, index, zero, scale, group, content(part))
+                draws = draws[: len(part)]
                 code = codes(part, zero, scale, draws, int(b))
                 code = np.pad(code, (0, group - len(code)))
                 for i, plane in enumerate(planes):

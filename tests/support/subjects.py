@@ -67,7 +67,8 @@ class Dithered:
         return {"bits": self.bits, "group_size": self.group_size}
 
     def encode(self, x, seed):
-        return DitheredStored(*affine.encode(x, seed, **self.options), seed)
+        stored = affine.encode(x, seed, **self.options, is_dithered=True)
+        return DitheredStored(*stored, seed)
 
     def decode(self, stored, shape):
         codes, seed = affine.Stored(*stored[:2]), stored.seed

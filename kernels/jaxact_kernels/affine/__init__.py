@@ -24,14 +24,15 @@ def encode(
     bits: int,
     group_size: int = 256,
     stochastic: bool = True,
+    is_dithered: bool = False,
     is_fused: bool = False,
     implementation: str | None = None,
 ) -> Stored:
     """Quantize `x` to `bits` bits an element and pack it.
 
     The same `x`, `seed` and options give the same bits on however many devices. Under
-    `vmap` groups are counted within each mapped array; give each array its own seed if
-    equal groups in different ones must not share noise.
+    `vmap` groups are counted within each mapped array: equal groups in different ones
+    share noise unless each array has its own seed.
 
     Args:
         x: floating point, any shape. Groups run along the last axis, see `layout_of`.
@@ -40,6 +41,9 @@ def encode(
         group_size: most elements that share a scale; a positive multiple of 32.
         stochastic: round up with probability equal to the fraction, so that the
             decoded value is `x` on average; otherwise round to nearest.
+        is_dithered: whether `decode` will take the noise off again. It then depends on
+            each group's metadata alone, and groups with equal ones, in arrays that
+            share a seed, have the same.
         is_fused: whether elementwise operations compute x, with which XLA can
             fuse the definition: it is then used, not a kernel.
         implementation: the only one to use; None leaves it to `choose`.
@@ -58,7 +62,13 @@ def encode(
     """
     x = jnp.asarray(x)
     operation = Encode(
-        x.shape, x.dtype, bits, group_size, stochastic, is_fused=is_fused
+        x.shape,
+        x.dtype,
+        bits,
+        group_size,
+        stochastic,
+        is_dithered=is_dithered,
+        is_fused=is_fused,
     )
     seed = _checks.checked_seed(seed)
     return run(operation, x, seed, implementation=implementation)
@@ -91,9 +101,9 @@ def decode(
         *operands: further arguments for `then`, arrays with `shape`.
         then: an elementwise function that reads no arrays but these; its result has
             `shape`.
-        seed: the one that `encode` rounded with. The noise is then drawn again and
-            taken off (subtractive dither): half the variance, and none of it depends on
-            the value. None: the codes as they are.
+        seed: the one that `encode(..., is_dithered=True)` rounded with. The noise is
+            then drawn again and taken off (subtractive dither): half the variance, and
+            none of it depends on the value. None: the codes as they are.
         is_fused: whether elementwise operations read the result, with which XLA can
             fuse the definition: it is then used, not a kernel.
         implementation: the only one to use; None leaves it to `choose`.

@@ -46,6 +46,7 @@ def encode(
     bits: int,
     group_size: int,
     stochastic: bool,
+    is_dithered: bool = False,
     numbering: Numbering | None = None,
     config: Config | None = None,
     interpret: bool = False,
@@ -63,6 +64,7 @@ def encode(
         tiles=tiles,
         dtype=x.dtype,
         stochastic=stochastic,
+        is_dithered=is_dithered,
         numbering=numbering,
     )
     packed, metadata = _call(
@@ -189,6 +191,7 @@ def _encode(
     tiles: Tiles,
     dtype: np.dtype,
     stochastic: bool,
+    is_dithered: bool,
     numbering: Numbering | None,
 ) -> None:
     block = Block(tiles, dtype)
@@ -203,7 +206,8 @@ def _encode(
     block.store_groups(metadata_ref, metadata)
     code = _code(block, group.encoding_line(lo, metadata))
     codes: list = [None] * tiles.count
-    for k, (low, high) in enumerate(_noise_pairs(block, draw, metadata)):
+    own = noise.own_bits(metadata, None if is_dithered else _total(xs))
+    for k, (low, high) in enumerate(_noise_pairs(block, draw, own)):
         partner = k + tiles.count // 2
         codes[k], codes[partner] = code(xs[k], low), code(xs[partner], high)
     for first, packed in zip(tiles.first_words(), tiles.pack(codes), strict=True):
@@ -232,6 +236,15 @@ def _decode(
         if then is not None:
             x = then(x, *(block.load(ref, start) for ref in operand_refs))
         block.store(out_ref, start, x)
+
+
+def _total(xs: list[Tile]) -> jax.Array:
+    """Each group's sum of patterns."""
+    # Reductions add up signed integers.
+    wide = (lax.convert_element_type(x, np.float32) for x in xs)
+    patterns = (lax.bitcast_convert_type(x, np.int32) for x in wide)
+    total = jnp.sum(functools.reduce(lax.add, patterns), axis=1)
+    return lax.bitcast_convert_type(total, np.uint32)
 
 
 def _extremes(xs: list[Tile], big: np.float32) -> tuple[jax.Array, jax.Array]:
@@ -305,14 +318,14 @@ def _code(
 
 
 def _noise_pairs(
-    block: Block, draw: noise.Draw | None, metadata: jax.Array
+    block: Block, draw: noise.Draw | None, own: jax.Array
 ) -> list[tuple[jax.Array, jax.Array]] | list[tuple[np.uint32, np.uint32]]:
     """Each hash's halves: noise for tile k, and for the tile half a group later."""
     tiles = block.tiles
     half = tiles.count // 2
     if draw is None:
         return [(NEAREST, NEAREST)] * half
-    key = noise.shard_key(draw, block.number(), metadata)
+    key = noise.shard_key(draw, block.number(), own)
     first = lax.add(block.spread(key), lax.mul(block.column(), noise.GOLDEN))
     pairs = []
     for k in range(half):

@@ -39,9 +39,14 @@ class AffineOperation(CodedOperation):
 
 @dataclasses.dataclass(frozen=True)
 class Encode(AffineOperation):
-    """Encode an array: (x, seed) to (words, metadata)."""
+    """Encode an array: (x, seed) to (words, metadata).
+
+    Attributes:
+        is_dithered: whether decoding will draw the noise again.
+    """
 
     stochastic: bool = True
+    is_dithered: bool = dataclasses.field(default=False, kw_only=True)
 
     @property
     def is_apart_on_cpu(self) -> bool:
@@ -56,10 +61,13 @@ class Encode(AffineOperation):
         return self.stored_axes
 
     @property
+    def options(self) -> dict[str, Any]:
+        noise = {"stochastic": self.stochastic, "is_dithered": self.is_dithered}
+        return super().options | noise
+
+    @property
     def reference(self) -> Callable[..., Stored]:
-        return functools.partial(
-            reference.encode, **self.options, stochastic=self.stochastic
-        )
+        return functools.partial(reference.encode, **self.options)
 
     def kernel(
         self, implementation: str, numbering: Numbering | None
@@ -67,7 +75,6 @@ class Encode(AffineOperation):
         return functools.partial(
             self.module(implementation).encode,
             **self.options,
-            stochastic=self.stochastic,
             numbering=numbering,
         )
 

@@ -71,11 +71,11 @@ def round_tiles(
     xs: list[Tile],
     fixed: Callable[[Tile], Tile],
     draw: noise.Draw | None,
-    metadata: jax.Array,
+    own: jax.Array,
 ) -> list[Tile]:
     """Round fixed-point codes to integers, tile by tile, with noise from `noise`."""
     half = block.tiles.count // 2
-    counter = first_counter(block, draw, metadata)
+    counter = first_counter(block, draw, own)
     codes: list = [None] * block.tiles.count
     for k in range(half):
         low = high = NEAREST
@@ -119,14 +119,15 @@ def round_tile(
     return code
 
 
-def first_counter(
-    block: Block, draw: noise.Draw | None, metadata: jax.Array
-) -> Tile | None:
-    """Counters whose hashes are noise for the first tile; None for no noise."""
+def first_counter(block: Block, draw: noise.Draw | None, own: jax.Array) -> Tile | None:
+    """Counters whose hashes are noise for the first tile; None for no noise.
+
+    Each group's `own` bits are from `noise.own_bits`.
+    """
     if draw is None:
         return None
     number = lax.convert_element_type(block.number, np.uint32)
-    key = noise.shard_key(draw, number, metadata)
+    key = noise.shard_key(draw, number, own)
     column = lax.convert_element_type(block.column, np.uint32)
     return lax.add(block.spread(key), lax.mul(column, noise.GOLDEN))
 

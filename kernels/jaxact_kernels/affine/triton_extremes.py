@@ -1,4 +1,4 @@
-"""Extremes of groups in Triton kernels, and whether their elements are ordinary."""
+"""Summaries of groups in Triton kernels, and whether their elements are ordinary."""
 
 import functools
 from collections.abc import Callable
@@ -74,11 +74,18 @@ def _paired(op: str, a: Tile, b: Tile) -> Tile:
     return joined
 
 
-def extremes(block: Block, load: Callable[[jax.Array], Tile], big: np.float32) -> Ends:
-    """Each group's least and greatest finite element; NaN where there is a NaN."""
+def total_of(xs: list[Tile]) -> jax.Array:
+    """Each group's sum of patterns; padding, which is 0, adds nothing."""
+    return _over_group(lax.add, _sum, [group.pattern(to_float32(x)) for x in xs])
 
-    def join(k: jax.Array, ends: tuple[Tile, Tile, Tile]) -> tuple[Tile, Tile, Tile]:
-        lo, hi, nan = ends
+
+def summarize(
+    block: Block, load: Callable[[jax.Array], Tile], big: np.float32
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Least and greatest finite element, total; see `reference.Summary`."""
+
+    def join(k: jax.Array, found: tuple[Tile, ...]) -> tuple[Tile, ...]:
+        lo, hi, nan, total = found
         x = load(k)
         is_ignored = lax.eq(lax.abs(x), np.float32(np.inf))
         is_real = block.is_real(k)
@@ -89,14 +96,23 @@ def extremes(block: Block, load: Callable[[jax.Array], Tile], big: np.float32) -
             lax.min(lo, group.put(big, is_ignored, x)),
             lax.max(hi, group.put(-big, is_ignored, x)),
             lax.bitwise_or(nan, is_nan),
+            lax.add(total, group.pattern(x)),
         )
 
     ends = (lax.full(block.shape, end, np.float32) for end in (np.inf, -np.inf))
-    start = (*ends, lax.full(block.shape, 0, np.int32))
-    lo, hi, nan = lax.fori_loop(0, block.tiles.count, join, start)
+    zeros = (lax.full(block.shape, 0, dtype) for dtype in (np.int32, np.uint32))
+    start = (*ends, *zeros)
+    lo, hi, nan, total = lax.fori_loop(0, block.tiles.count, join, start)
     lo, hi = jnp.min(lo, axis=1), jnp.max(hi, axis=1)
     is_nan = lax.gt(jnp.max(nan, axis=1), np.int32(0))
-    return group.put(np.float32(np.nan), is_nan, lax.min(lo, hi)), lax.max(lo, hi)
+    lo, hi = group.put(np.float32(np.nan), is_nan, lax.min(lo, hi)), lax.max(lo, hi)
+    return lo, hi, _sum(total, axis=1)
+
+
+def _sum(x: jax.Array, axis: int) -> jax.Array:
+    """Sums of `uint32`; Triton's reductions add up signed integers."""
+    total = jnp.sum(lax.bitcast_convert_type(x, np.int32), axis=axis)
+    return lax.bitcast_convert_type(total, np.uint32)
 
 
 def _padded(

@@ -67,12 +67,13 @@ def encode(
     layout = planes_layout(x.shape, group_size)
     shards, num_planes = budget(layout, bits, shards)
     groups = affine.split(x, layout)
-    ends = affine.extremes(groups, x.dtype)
-    sensitivity = log2_sensitivity(*ends).reshape(shards, layout.lead[0] // shards)
+    summary = affine.summarize(groups, layout, x.dtype)
+    lo, hi, _ = summary
+    sensitivity = log2_sensitivity(lo, hi).reshape(shards, layout.lead[0] // shards)
     sample_bits = allocate(sensitivity, num_planes)
     widths = sample_bits.reshape(layout.lead[:1])
-    per_group = lax.broadcast_in_dim(widths, ends[0].shape, (0,))
-    codes, metadata = affine.quantize(groups, ends, seed, layout, x.dtype, per_group)
+    per_group = lax.broadcast_in_dim(widths, lo.shape, (0,))
+    codes, metadata = affine.quantize(groups, summary, seed, layout, x.dtype, per_group)
     planes = jnp.stack(words.cut_planes(words.pack(codes, MAX_BITS)), 1)
     planes = planes.reshape(*sample_bits.shape, *planes.shape[1:])
     # Not one axis for both: where the array is sharded, none of its axes is flattened.

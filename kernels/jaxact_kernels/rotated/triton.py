@@ -26,8 +26,8 @@ from jaxact_kernels.affine.triton_codes import (
 )
 from jaxact_kernels.affine.triton_extremes import (
     are_ordinary,
-    extremes,
     finite_extremes,
+    summarize,
 )
 from jaxact_kernels.block import Block
 from jaxact_kernels.config import Config
@@ -260,7 +260,7 @@ def _ordinary(
 
     def special() -> tuple[jax.Array, ...]:
         load = lambda k: to_float32(block.load(x_ref, k))
-        lo, hi = extremes(block, load, affine.largest(dtype))
+        lo, hi, _ = summarize(block, load, affine.largest(dtype))
         grid = frame((lo, hi), block.tiles.layout.group)
         return lo, hi, *(_clipped(block, grid, to_float32(x)) for x in xs)
 
