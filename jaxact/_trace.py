@@ -47,12 +47,19 @@ class Flat:
       kinds: each input's.
       paths: each input's name in tables.
       owners: each input's argument, as its number in the call; -1 if closed over.
+      unlabelled: the function that this is `labelled` of.
     """
 
     jaxpr: Jaxpr
     kinds: tuple[Kind, ...]
     paths: tuple[str, ...]
     owners: tuple[int, ...]
+    unlabelled: "Flat | None" = dataclasses.field(
+        default=None, init=False, compare=False, repr=False
+    )
+
+    def __hash__(self) -> int:
+        return hash(self.jaxpr)
 
     def __call__(self, *values: Array) -> list[Any]:
         num_consts = len(self.jaxpr.constvars)
@@ -66,13 +73,17 @@ class Flat:
     @functools.cached_property
     def first_alike(self) -> "Flat":
         """The first function that was traced to the same program, else this one."""
+        if self.unlabelled is not None:  # labels follow from the program
+            return self.unlabelled.first_alike.labelled
         key = open_structure(self.jaxpr), self.kinds, self.paths, self.owners
         return _traced.setdefault(key, self)
 
     @functools.cached_property
     def labelled(self) -> "Flat":
         """The same with a label on each equation, see `jaxact._jaxpr.labels`."""
-        return dataclasses.replace(self, jaxpr=with_labels(self.jaxpr))
+        labelled = dataclasses.replace(self, jaxpr=with_labels(self.jaxpr))
+        object.__setattr__(labelled, "unlabelled", self)
+        return labelled
 
     def inside(self, scope: str) -> "Flat | None":
         """The function that is evaluated in a scope; None if parts of it are not."""

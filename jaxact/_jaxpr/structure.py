@@ -7,6 +7,7 @@ name scopes among it, but not source lines.
 """
 
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, TypeAlias
@@ -96,7 +97,10 @@ def _parts(jaxpr: Jaxpr, rules: bool) -> Iterator[Hashable]:
 
     yield defined(jaxpr.constvars)
     yield defined(jaxpr.invars)
+    with_rules: list[Eqn] = []
     for eqn in jaxpr.eqns:
+        if rules and _has_rule(eqn):
+            with_rules.append(eqn)
         scope = str(eqn.source_info.name_stack)
         # The context has settings that count when an equation is lowered: meshes, how
         # random bits are drawn.
@@ -104,6 +108,8 @@ def _parts(jaxpr: Jaxpr, rules: bool) -> Iterator[Hashable]:
         yield eqn.primitive, read(eqn.invars), scope, settings, _params(eqn, rules)
         yield defined(eqn.outvars)
     yield read(jaxpr.outvars)
+    if with_rules:
+        yield structure(_rules(with_rules), rules=False)
 
 
 def _params(eqn: Eqn, rules: bool) -> Hashable:
@@ -111,34 +117,50 @@ def _params(eqn: Eqn, rules: bool) -> Hashable:
     if body is not None:
         if not rules or _is_compressed_call(body):
             return structure(body, rules)  # the call's rule follows from its mark
-    elif eqn.primitive.name == "custom_jvp_call" and not _is_in_shard_map(eqn):
-        body = structure(eqn.params["call_jaxpr"], rules)
-        return body, structure(_rule(eqn), rules=False) if rules else None
+    elif _has_rule(eqn):
+        return structure(eqn.params["call_jaxpr"], rules)
     return tuple((name, _key(x, rules)) for name, x in sorted(eqn.params.items()))
 
 
-def _is_in_shard_map(eqn: Eqn) -> bool:
-    """Whether an equation has axes that exist nowhere else, so not for `_rule`."""
-    with eqn.ctx.manager:
-        return bool(jax.sharding.get_abstract_mesh().manual_axes)
+def _has_rule(eqn: Eqn) -> bool:
+    """Whether it is a custom_jvp for `_rules`.
 
-
-def _rule(eqn: Eqn) -> ClosedJaxpr:
-    """A custom_jvp's values and tangents: JAX has another function at each call.
-
-    Its derivative is that of the linear part alone, so that rules inside count no more.
+    In a shard_map it has axes that exist nowhere else.
     """
+    if eqn.primitive.name != "custom_jvp_call" or custom_vjp_body(eqn) is not None:
+        return False
+    with eqn.ctx.manager:
+        return not jax.sharding.get_abstract_mesh().manual_axes
+
+
+def _rules(eqns: Sequence[Eqn]) -> ClosedJaxpr:
+    """Values and tangents of custom_jvps: JAX has another function at each call.
+
+    Their derivatives are those of the linear parts alone, so that rules inside count
+    no more. One trace for all: to start one takes longer than a rule like relu's.
+    """
+
+    def evaluate(inputs: Sequence[tuple[Sequence[Any], Sequence[Any]]]) -> list[Any]:
+        return [
+            jax.jvp(functools.partial(_evaluate, eqn), primals, tangents)
+            for eqn, (primals, tangents) in zip(eqns, inputs, strict=True)
+        ]
+
+    return jax.make_jaxpr(evaluate)(list(map(_inputs_with_tangents, eqns)))
+
+
+def _evaluate(eqn: Eqn, *values: Any) -> list[Any]:
+    return bind(eqn, list(values))
+
+
+def _inputs_with_tangents(eqn: Eqn) -> tuple[list[Any], list[Any]]:
+    """The types of an equation's inputs, and of their tangents."""
     primals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
     tangents = [
         x if is_float(v) else jax.ShapeDtypeStruct(x.shape, jax.dtypes.float0)
         for x, v in zip(primals, eqn.invars, strict=True)
     ]
-
-    def with_tangents(*xs: Any) -> Any:
-        half = len(xs) // 2
-        return jax.jvp(lambda *xs: bind(eqn, list(xs)), xs[:half], xs[half:])
-
-    return jax.make_jaxpr(with_tangents)(*primals, *tangents)
+    return primals, tangents
 
 
 def _is_compressed_call(body: ClosedJaxpr) -> bool:
