@@ -34,6 +34,7 @@ from jaxact._engine.number import Site, number_in_trace
 from jaxact._engine.outputs import independent_outputs, select_outputs, when_all
 from jaxact._engine.passes import Passes
 from jaxact._engine.planning import CallKey, plan_call
+from jaxact._engine.primal import Primal
 from jaxact._engine.scan import CompressBody, contains_scan
 from jaxact._engine.seeds import salted, seed_at
 from jaxact._engine.storage import Draw, Packed, Storage
@@ -42,7 +43,7 @@ from jaxact._jaxpr.compat import reduced_like
 from jaxact._jaxpr.evaluate import is_traced
 from jaxact._jaxpr.labels import Label, current_path
 from jaxact._jaxpr.types import Array, Jaxpr, PyTree
-from jaxact._plan.mark import CompressedCall, mark, mark_call
+from jaxact._plan.mark import CompressedCall, mark
 from jaxact._plan.storage import StoragePlan
 from jaxact._policy import Policy
 from jaxact._recompute import Checkpoint
@@ -251,8 +252,15 @@ class _Rule:
     passes: dict[tuple[bool, ...], Passes] = field(default_factory=dict)
     ran_forward: bool = False
 
+    @functools.cached_property
+    def primal(self) -> Primal:
+        """The call where nothing is differentiated."""
+        engine = self.engine
+        call = CompressedCall(self.flat, engine.own_policy, engine.prefix)
+        return Primal.of(call)
+
     def __call__(self, draw: Draw, values: Sequence[Array]) -> list[jax.Array]:
-        call = with_rule(self.call, self.forward, self.backward)
+        call = with_rule(self.primal, self.forward, self.backward)
         try:
             return call(draw, *values)
         except TypeError as error:
@@ -266,14 +274,6 @@ class _Rule:
                 "changes the arrays that reverse mode keeps: use jax.vjp, jax.grad or "
                 "jax.jacrev, or call the uncompressed function."
             ) from error
-
-    def call(self, draw: Draw, *values: jax.Array) -> list[jax.Array]:
-        """The outputs, where nothing is differentiated."""
-        engine = self.engine
-        own = CompressedCall(self.flat, engine.own_policy, engine.prefix)
-        # A call that measures is not measured again.
-        mark_call(draw.seed, None if draw.probe else own)
-        return self.flat(*values)
 
     def forward(
         self, draw: Draw, *primals: CustomVJPPrimal
@@ -346,6 +346,8 @@ class _Rule:
             passes, inside = plan_call(
                 key, engine.prefix, engine.scan_bodies, draw, values
             )
+        if is_traced(values):  # outside of a trace each call has a path of its own
+            passes.keep(self.primal)
         decided = passes.plan.all_decisions
         engine.report([*(d.at(engine.prefix) for d in decided), *inside])
         return passes

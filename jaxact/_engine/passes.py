@@ -12,7 +12,7 @@ part of a larger one, as in a `jax.checkpoint` outside of a jit.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -41,6 +41,9 @@ from jaxact._plan.tail import Parts, parted
 _Forward: TypeAlias = tuple[list[jax.Array], list[PyTree], list[jax.Array]]
 # Gradients for the active inputs; cotangents for settings.
 _Backward: TypeAlias = tuple[list[jax.Array], Probe]
+
+# A network with more layers than this traces each one's outputs again in another jit.
+_LATEST = 128
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -105,6 +108,11 @@ class Passes:
             if not isinstance(c, SymbolicZero)
         ]
         return self._jitted_backward(keys, zeros, packed, kept, arrays)
+
+    @functools.cached_property
+    def keep(self) -> Callable[[Hashable], Hashable]:
+        """Keeps alive the latest calls' functions, by which JAX finds their traces."""
+        return functools.lru_cache(_LATEST)(lambda function: function)
 
     @functools.cached_property
     def _jitted_pack(self) -> Callable[..., list[PyTree]]:
