@@ -16,9 +16,10 @@ from typing import Any, TypeAlias, TypeGuard
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.stages import Wrapped
 
 from jaxact._jaxpr.compat import open_jaxpr
-from jaxact._jaxpr.evaluate import evaluate
+from jaxact._jaxpr.evaluate import evaluate, trace_jitted
 from jaxact._jaxpr.labels import numbered, with_labels, without_scope
 from jaxact._jaxpr.structure import open_structure
 from jaxact._jaxpr.types import Array, Jaxpr, Var
@@ -153,25 +154,26 @@ def as_tuple(names: Names) -> tuple[str | int, ...]:
 class TraceCache:
     """The traces of one function, by the structure of the call.
 
-    JAX has the traces themselves, by the function that it was given: for a call that
-    repeats an earlier one it has to be given the same function again.
+    JAX has the traces themselves, by the jitted function that it was given.
     """
 
     def __init__(self) -> None:
-        self._entries: dict[Hashable, tuple[_OnArrays, tuple[object, ...]]] = {}
+        self._entries: dict[Hashable, tuple[Wrapped, tuple[object, ...]]] = {}
 
-    def find(self, on_arrays: "_OnArrays") -> "_OnArrays":
-        """The equal function of an earlier call, if all that it reads is the same."""
-        earlier, values = self._entries.get(on_arrays.key(), (on_arrays, None))
-        return earlier if are_same(values, on_arrays.values()) else on_arrays
+    def find(self, on_arrays: "_OnArrays") -> Wrapped:
+        """The jitted function of an equal call, if all that it reads is the same."""
+        earlier, values = self._entries.get(on_arrays.key(), (None, None))
+        if earlier is not None and are_same(values, on_arrays.values()):
+            return earlier
+        return jax.jit(on_arrays)
 
-    def keep(self, on_arrays: "_OnArrays") -> None:
+    def keep(self, on_arrays: "_OnArrays", jitted: Wrapped) -> None:
         """Remember a function after its trace, which may count in a closure."""
         key, values = on_arrays.key(), on_arrays.values()
         if key is None or values is None:
             return
         self._entries.pop(key, None)
-        self._entries[key] = on_arrays, values
+        self._entries[key] = jitted, values
         if len(self._entries) > _SIGNATURES:
             del self._entries[next(iter(self._entries))]
 
@@ -258,11 +260,11 @@ _NOT_CONCRETE = (
 
 
 def _make_jaxpr(
-    on_arrays: _OnArrays, arrays: Sequence[Any], names: Sequence[str]
+    jitted: Wrapped, arrays: Sequence[Any], names: Sequence[str]
 ) -> tuple[Any, Any]:
-    """The program, and its results' types; `names` of arguments, for messages."""
+    """The program, and its result's tree; `names` of arguments, for messages."""
     try:
-        return jax.make_jaxpr(on_arrays, return_shape=True)(*arrays)
+        return trace_jitted(jitted, *arrays)
     except _NOT_CONCRETE as error:
         error.add_note(
             "jaxact: a compressed call traces the arrays in its arguments, as jax.jit "
@@ -299,13 +301,13 @@ def trace(
     others = tuple(None if is_array(leaf) else leaf for leaf in leaves)
     static = tuple(v.value for v in values if isinstance(v, Static))
     on_arrays = _OnArrays(f, others, dynamic, tree, len(args), tuple(kwargs), static)
-    if cache is not None:
-        on_arrays = cache.find(on_arrays)
+    jitted = jax.jit(on_arrays) if cache is None else cache.find(on_arrays)
     arrays: list[Any] = [leaves[i] for i in dynamic]
     names = dict.fromkeys(describe[owners[i]].label for i in dynamic)
-    closed, (_, result) = _make_jaxpr(on_arrays, arrays, list(names))
+    closed, result = _make_jaxpr(jitted, arrays, list(names))
+    _, rest = jax.tree.unflatten(result, range(result.num_leaves))
     if cache is not None:
-        cache.keep(on_arrays)
+        cache.keep(on_arrays, jitted)
     jaxpr, consts = open_jaxpr(closed)
     given = tuple(kinds[i] for i in dynamic)
     # A loss whose arguments are modules alone closes over its batch: usual in NNX.
@@ -320,7 +322,7 @@ def trace(
 
     def rebuild(outputs: Sequence[Array]) -> Any:
         arrays = iter(outputs)
-        out_tree, static = result.value
+        out_tree, static = rest.value
         out = [next(arrays) if s is None else s[0] for s in static]
         return jax.tree.unflatten(out_tree, out)
 

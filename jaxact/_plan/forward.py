@@ -13,8 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex
+from jax.stages import Wrapped
 
 from jaxact._jaxpr.compat import open_jaxpr
+from jaxact._jaxpr.evaluate import trace_jitted
 from jaxact._jaxpr.primitives import RESHAPES
 from jaxact._jaxpr.read import is_literal, variables_in
 from jaxact._jaxpr.rewrite import with_outputs, without_unused
@@ -153,10 +155,15 @@ class ForwardTrace:
 
     def trace(self, seed: Array, values: Sequence[Array]) -> Forward:
         """The forward program; the same object if JAX has the same trace."""
-        closed, (_, static) = jax.make_jaxpr(self, return_shape=True)(seed, *values)
+        closed, tree = trace_jitted(self._jitted, seed, *values)
         if self.latest is None or self.latest[0] is not closed:
+            _, static = jax.tree.unflatten(tree, range(tree.num_leaves))
             self.latest = closed, _forward(closed, static.value)
         return self.latest[1]
+
+    @functools.cached_property
+    def _jitted(self) -> Wrapped:
+        return jax.jit(self)
 
     def __call__(self, seed: Array, *values: Array) -> tuple[list[Any], Static]:
         """Outputs, residuals and gradients, and how many there are of each."""
