@@ -32,7 +32,7 @@ from jaxact._jaxpr.evaluate import (
 )
 from jaxact._jaxpr.opaque import hide
 from jaxact._jaxpr.read import is_float
-from jaxact._jaxpr.types import Array, Env, PyTree, Var
+from jaxact._jaxpr.types import Array, ClosedJaxpr, Env, PyTree, Var
 from jaxact._plan.mark import will_be_rounded
 from jaxact._plan.storage import StoragePlan
 from jaxact._plan.tail import Parts, parted
@@ -41,6 +41,9 @@ from jaxact._plan.tail import Parts, parted
 _Forward: TypeAlias = tuple[list[jax.Array], list[PyTree], list[jax.Array]]
 # Gradients for the active inputs; cotangents for settings.
 _Backward: TypeAlias = tuple[list[jax.Array], Probe]
+
+# A program, and its result's tree.
+_Traced: TypeAlias = tuple[ClosedJaxpr, Any]
 
 # A network with more layers than this traces each one's outputs again in another jit.
 _LATEST = 128
@@ -153,17 +156,22 @@ class Passes:
         is_elsewhere = any(map(is_in_other_mesh, values))
         make = known_seeds if is_elsewhere else seeds_for
         seeds = make(seed, len(plan.packed))
-        packed = []
+        packed, traced = [], {}
         for v, own in zip(plan.packed, seeds, strict=True):
             with in_mesh_of(env[v]):
                 setting = settings.get(plan.decisions[v].residual.key)
-                packed.append(self._store(v, env, own, setting))
+                packed.append(self._store(v, env, own, setting, traced))
         return packed
 
     def _store(
-        self, v: Var, env: Env, seed: jax.Array, setting: jax.Array | None
+        self,
+        v: Var,
+        env: Env,
+        seed: jax.Array,
+        setting: jax.Array | None,
+        traced: dict[Hashable, _Traced],
     ) -> PyTree:
-        """One residual, encoded."""
+        """One residual, encoded; `traced`: the codecs' programs so far."""
         plan, decision = self.plan, self.plan.decisions[v]
         x = will_be_rounded(env[v], decision)
         if v in plan.maps:
@@ -175,9 +183,16 @@ class Passes:
 
         if decision.codec.is_differentiable and is_float(v):
             return encode(x, seed)
-        # Traced here, so that the way from a call to its codec is straight.
-        closed, out = jax.make_jaxpr(encode, return_shape=True)(x, seed)
-        return hide(closed, jax.tree.structure(out), x, seed)
+        # Traced here, so that the way from a call to its codec is straight. Residuals
+        # that are alike share the program: JAX then lowers it once.
+        key = decision.codec, is_fused, jax.typeof(x), jax.typeof(seed)
+        found = traced.get(key) if setting is None else None
+        if found is None:
+            closed, out = jax.make_jaxpr(encode, return_shape=True)(x, seed)
+            found = closed, jax.tree.structure(out)
+            if setting is None:
+                traced[key] = found
+        return hide(*found, x, seed)
 
     def _backward(
         self,
