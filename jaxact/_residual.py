@@ -6,6 +6,7 @@ equation that made it, through calls, checkpoints and scans.
 
 import dataclasses
 import fnmatch
+import functools
 import math
 import os
 from collections.abc import Sequence
@@ -314,6 +315,7 @@ class Provenance:
         return self._origin(jaxpr, jaxpr.outvars[position], scope)
 
 
+@functools.lru_cache  # as `visible`
 def call_suffix(prefix: str) -> str:
     """The calls and scans in a path that are not the first with theirs."""
     labels = [x for x in labels_in(prefix) if x.kind in ("call", "scan") and x.number]

@@ -7,6 +7,7 @@ is the fifth `mul` under its path. Path components that start with '#' are label
 `visible` leaves them out.
 """
 
+import functools
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -82,6 +83,7 @@ def without_scope(jaxpr: Jaxpr, scope: str) -> Jaxpr | None:
     return with_outputs(jaxpr, eqns, jaxpr.outvars)
 
 
+@functools.lru_cache  # all residuals of a call ask for one path
 def visible(path: str) -> str:
     """`path` without labels, and without the scopes that `jnp.einsum` opens."""
     parts = path.split("/")
