@@ -107,7 +107,8 @@ def _refuse(
 
 mark_p.def_impl(lambda *xs, **_: list(xs))
 mark_p.def_abstract_eval(lambda *avals, **_: list(avals))
-mlir.register_lowering(mark_p, lambda ctx, *xs, **_: xs)
+# JAX would make and keep a function for each mark, of which no two are alike.
+mlir.register_lowering(mark_p, lambda ctx, *xs, **_: xs, cacheable=False)
 batching.primitive_batchers[mark_p] = _batch_mark
 ad.primitive_jvps[mark_p] = _differentiate_mark
 
@@ -120,7 +121,7 @@ def _identity(primitive: Any) -> None:
 
     primitive.def_impl(lambda x, **_: x)
     primitive.def_abstract_eval(lambda aval, **_: aval)
-    mlir.register_lowering(primitive, lambda ctx, x, **_: [x])
+    mlir.register_lowering(primitive, lambda ctx, x, **_: [x], cacheable=False)
     batching.primitive_batchers[primitive] = batch
 
 
