@@ -82,12 +82,15 @@ class BackwardInputs:
       packed: the stored form of `StoragePlan.packed`, behind the barrier.
       kept: values for the other saved variables.
       sources: those that replayed equations read, behind the barrier.
+      coefficients: those that maps of packed values are made of; behind the barrier
+        where equations read them.
       cotangents: one for each output, behind the barrier; zeros are arrays.
     """
 
     packed: Sequence[PyTree]
     kept: Env
     sources: Env
+    coefficients: Env
     cotangents: list[jax.Array]
 
 
@@ -104,12 +107,13 @@ def backward_inputs(
     # Replayed equations start behind the barrier, or XLA would keep their results
     # from the forward pass on.
     replayed = {v for step in plan.replay for v in step.inputs}
-    sources = {v: x for v, x in env.items() if v in replayed}
+    gathered = {v for n in plan.normalized.values() if n.steps for v in n.sources}
+    sources = {v: x for v, x in env.items() if v in replayed | gathered}
     outputs = plan.forward.jaxpr.outvars[: plan.forward.num_outputs]
     pairs = zip(cotangents, outputs, strict=True)
     arrays = [_instantiate(c, v.aval.dtype) for c, v in pairs]
     if not packed and not plan.replay:
-        return BackwardInputs(packed, env, sources, arrays)
+        return BackwardInputs(packed, env, sources, env, arrays)
     floating = [i for i, c in enumerate(arrays) if c.dtype != jax.dtypes.float0]
     packed, values, waiting, table = barrier(
         (packed, list(sources.values()), [arrays[i] for i in floating], TABLE)
@@ -118,7 +122,8 @@ def backward_inputs(
     for i, c in zip(floating, waiting, strict=True):
         arrays[i] = c
     sources = dict(zip(sources, values, strict=True))
-    return BackwardInputs(packed, env, sources, arrays)
+    coefficients = env | {v: x for v, x in sources.items() if v in gathered}
+    return BackwardInputs(packed, env, sources, coefficients, arrays)
 
 
 def backward_program(
@@ -132,7 +137,7 @@ def backward_program(
     def program(
         decoded: Sequence[jax.Array], cotangents: list[jax.Array]
     ) -> list[jax.Array]:
-        known = inputs.kept | _restored(plan, decoded, inputs.kept)
+        known = inputs.kept | _restored(plan, decoded, inputs.coefficients)
         replayed = {**known, **inputs.sources}
         for step in plan.replay:
             replayed.update(zip(step.eqn.outvars, step(replayed), strict=True))

@@ -71,6 +71,7 @@ def plan_bases(
     recomputed = [v for v, d in decisions.items() if isinstance(d.action, Recompute)]
     stored = [v for v in decisions if v not in set(recomputed)]
     normalized = _normalized(bases, decisions, stored)
+    normalized = {v: _with_steps(bases, norm) for v, norm in normalized.items()}
     decisions |= {v: decisions[v].with_remark(Remark.NORMALIZED) for v in normalized}
     # Encoding needs the statistics too: they are kept, not evaluated again.
     statistics = [v for n in normalized.values() for v in n.statistics]
@@ -80,12 +81,16 @@ def plan_bases(
     for v in _sources(chooser, recomputed, stored):
         decisions[v] = decisions[v].biased(Remark.RECOMPUTED_FROM)
     decisions |= {v: _decide_exact(bases, v) for v in kept}
-    replay = [
-        Replay(eqn, classes.sides.get(eqn.outvars[0]))
-        for eqn in reading.forward.jaxpr.eqns
+    return finish(reading, decisions, _replay(chooser, replayed), normalized)
+
+
+def _replay(chooser: Chooser, replayed: Collection[int]) -> list[Replay]:
+    """The steps for equations that are given by id, in order."""
+    return [
+        Replay(eqn, chooser.classes.sides.get(eqn.outvars[0]))
+        for eqn in chooser.jaxpr.eqns
         if id(eqn) in replayed
     ]
-    return finish(reading, decisions, replay, normalized)
 
 
 def flattened(forward: Forward) -> Forward:
@@ -275,8 +280,9 @@ def _decide_bases(bases: _Bases) -> Decisions:
 def _decide_base(bases: _Bases, v: Var) -> Decision:
     residual = _residual(bases.reading, bases.chooser, v)
     norm = _normalizing(bases, v)
-    if norm is not None and norm.axes == (len(v.aval.shape) - 1,):
-        residual = dataclasses.replace(residual, is_normalized=True)
+    if norm is not None and not norm.is_gathered:
+        is_by_channel = norm.axes == (len(v.aval.shape) - 1,)
+        residual = dataclasses.replace(residual, is_normalized=is_by_channel)
     reading, uses = bases.reading, bases.uses
     bit = 1 << bases.stored.index(v) if v in bases.stored else 0
     if uses.nonlinear & bit:
@@ -335,7 +341,7 @@ def _normalizing(bases: _Bases, v: Var) -> Normalized | None:
     """The normalization that the program applies to `v`, if exact."""
     norm = bases.norms.normalizing(v)
     is_exact = bases.chooser.classes.is_exact
-    if norm is None or not all(map(is_exact, norm.statistics)):
+    if norm is None or not all(map(is_exact, norm.coefficients)):
         return None
     return norm
 
@@ -347,6 +353,18 @@ def _normalized(
     rounded = [v for v in stored if decisions[v].bias is not Bias.EXACT]
     norms = {v: _normalizing(bases, v) for v in rounded}
     return {v: norm for v, norm in norms.items() if norm is not None}
+
+
+def _with_steps(bases: _Bases, norm: Normalized) -> Normalized:
+    """The same map, which gathers its coefficients where it is applied.
+
+    They have as many elements as the array. What they are gathered from has few.
+    """
+    if not norm.is_gathered:
+        return norm
+    sources, replayed = bases.chooser.derive(norm.coefficients, ())
+    steps = tuple(_replay(bases.chooser, replayed))
+    return dataclasses.replace(norm, sources=tuple(sources), steps=steps)
 
 
 def _nearest_sources(chooser: Chooser, eqn: Eqn, stored: Collection[Var]) -> list[Var]:

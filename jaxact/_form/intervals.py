@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from jaxact._jaxpr.primitives import JOINS, MOVES, SELECTIONS
+from jaxact._jaxpr.primitives import JOINS, MOVES, SCATTERS, SELECTIONS
 from jaxact._jaxpr.read import is_literal
 from jaxact._jaxpr.types import Atom, Eqn, Jaxpr, Var
 
@@ -67,6 +67,8 @@ def _result(eqn: Eqn, operands: Sequence[Interval]) -> Interval:
         return _square(operands[0]) if eqn.params["y"] % 2 == 0 else REALS
     if name in ("reduce_sum", "dot_general"):
         return _sum_of_products(operands)
+    if name in SCATTERS:  # of updates, on what was there
+        return _scattered(name, operands[0], operands[-1])
     function = _FUNCTIONS.get(name)
     return REALS if function is None else function(*operands)
 
@@ -124,6 +126,13 @@ def _sum_of_products(operands: Sequence[Interval]) -> Interval:
     """Of any number of terms: the sign is known, the size is not."""
     lo, hi = _product(*operands) if len(operands) == 2 else operands[0]
     return (lo if lo >= 0 else -math.inf, hi if hi <= 0 else math.inf)
+
+
+def _scattered(name: str, before: Interval, updates: Interval) -> Interval:
+    if "mul" in name:
+        return REALS
+    lo, hi = _hull(before, updates)
+    return _sum_of_products([(lo, hi)]) if "add" in name else (lo, hi)
 
 
 _FUNCTIONS: dict[str, _Function] = {

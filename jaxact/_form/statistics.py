@@ -8,8 +8,8 @@ another.
 
 from jaxact._form.inside import insides
 from jaxact._jaxpr.flow import Facts
-from jaxact._jaxpr.primitives import MATMULS, REDUCTIONS, RESHAPES, SCATTERS
-from jaxact._jaxpr.read import is_float, keeps_elements, variables_in
+from jaxact._jaxpr.primitives import MATMULS, MOVES, REDUCTIONS, RESHAPES, SCATTERS
+from jaxact._jaxpr.read import is_float, is_literal, keeps_elements, variables_in
 from jaxact._jaxpr.types import Eqn, Jaxpr, Var
 from jaxact._plan.facts import is_activation
 
@@ -25,6 +25,8 @@ def find_statistics(jaxpr: Jaxpr, facts: Facts) -> set[Var]:
     """
     contracted = contracted_in(jaxpr)
     divisors = _divisors(jaxpr)
+    # A sum's inverse that the elements of a segment gather is no feature.
+    contracted -= _gathered_inverses(jaxpr)
     statistics = _inside(jaxpr, facts) - contracted
     for eqn in jaxpr.eqns:
         inputs = variables_in(eqn.invars)
@@ -38,7 +40,8 @@ def find_statistics(jaxpr: Jaxpr, facts: Facts) -> set[Var]:
         elif eqn.primitive.name in REDUCTIONS | SCATTERS:
             if v.aval.size < max(x.aval.size for x in inputs):
                 statistics.add(v)
-        elif eqn.primitive.name in RESHAPES:  # GroupNorm's, for each of its channels
+        elif eqn.primitive.name in RESHAPES | {"gather"}:
+            # GroupNorm's, for each of its channels; a segment's, for each element.
             if not statistics.isdisjoint(inputs):
                 statistics.add(v)
         elif keeps_elements(eqn):
@@ -60,19 +63,45 @@ def _inside(jaxpr: Jaxpr, facts: Facts) -> set[Var]:
 
 
 def _divisors(jaxpr: Jaxpr) -> set[Var]:
-    """Products by whose elements rows are divided: a linear attention's normalizers."""
+    """Values by whose elements other ones are divided, though they may be no smaller.
+
+    Products by which rows are divided, a linear attention's normalizers; reductions of
+    segments, of which there may be as many as elements.
+    """
     sizes: dict[Var, int] = {}  # the largest array that a variable divides
     products: set[Var] = set()
     for eqn in reversed(jaxpr.eqns):
         name, inputs = eqn.primitive.name, variables_in(eqn.invars)
         sized = [v for v in eqn.outvars if v in sizes]
-        if name == "div":
-            sizes.update((v, eqn.outvars[0].aval.size) for v in inputs[1:])
-        elif sized and keeps_elements(eqn):  # a broadcast along rows, an epsilon
+        if name == "rsqrt":
+            sizes.update((v, v.aval.size) for v in inputs)
+        elif name == "div":
+            divisors = variables_in(eqn.invars[1:])  # also of a number
+            sizes.update((v, eqn.outvars[0].aval.size) for v in divisors)
+        elif name in SCATTERS:
+            products.update(sized)
+        elif sized and (keeps_elements(eqn) or name == "gather"):
+            # A broadcast along rows, an epsilon; by segment.
             sizes.update((v, sizes[sized[0]]) for v in inputs)
         elif name in MATMULS:
             products |= {v for v in sized if _ROW * v.aval.size <= sizes[v]}
     return products
+
+
+def _gathered_inverses(jaxpr: Jaxpr) -> set[Var]:
+    """Gathered inverses, or inverse roots, of other values."""
+    inverses: set[Var] = set()
+    gathered: set[Var] = set()
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if name == "rsqrt" or (name == "div" and is_literal(eqn.invars[0])):
+            inverses.update(eqn.outvars)
+        elif name in MOVES | {"gather"} and not inverses.isdisjoint(
+            variables_in(eqn.invars[:1])
+        ):
+            inverses.update(eqn.outvars)
+            gathered.update(eqn.outvars if name == "gather" else ())
+    return gathered
 
 
 def contracted_in(jaxpr: Jaxpr) -> set[Var]:

@@ -71,6 +71,10 @@ class Normalized:
       inverse: whether `deviation` is one over the deviation.
       axes: those of the array, in order; along the others the map is constant.
       may_vanish: whether the program may have rows without a deviation.
+      is_gathered: whether the coefficients are those of segments, which the elements
+        of the array gather.
+      steps: the equations that gather them, where they are not kept themselves.
+      sources: variables that `steps` starts from.
     """
 
     mean: Var | None
@@ -78,11 +82,19 @@ class Normalized:
     inverse: bool
     axes: tuple[int, ...]
     may_vanish: bool
+    is_gathered: bool = False
+    steps: tuple[Replay, ...] = ()
+    sources: tuple[Var, ...] = ()
+
+    @property
+    def coefficients(self) -> list[Var]:
+        """The mean, if there is one, and the deviation."""
+        return [v for v in (self.mean, self.deviation) if v is not None]
 
     @property
     def statistics(self) -> list[Var]:
-        """The variables that the map is made of."""
-        return [v for v in (self.mean, self.deviation) if v is not None]
+        """The variables to keep: the coefficients, or what they are made from."""
+        return list(self.sources) if self.is_gathered else self.coefficients
 
     def apply(self, x: jax.Array, env: Env) -> jax.Array:
         """The normalized array to store for `x`, in float32 or wider."""
@@ -108,7 +120,10 @@ class Normalized:
         """The mean, if there is one, and the scale."""
         dtype = np.promote_types(x.dtype, np.float32)
         shape = [n if axis in self.axes else 1 for axis, n in enumerate(x.shape)]
-        arrays = [env[v].reshape(shape).astype(dtype) for v in self.statistics]
+        env = dict(env) if self.steps else env
+        for step in self.steps:
+            env.update(zip(step.eqn.outvars, step(env), strict=True))
+        arrays = [env[v].reshape(shape).astype(dtype) for v in self.coefficients]
         *mean, scale = arrays
         if not self.may_vanish:
             return mean, scale
@@ -166,7 +181,7 @@ class StoragePlan:
         """Equal for plans for one forward program that are the same."""
         replay = tuple((id(step.eqn), step.side) for step in self.replay)
         normalized = tuple(
-            (v, norm.mean, norm.deviation, norm.inverse, norm.axes)
+            (v, norm.mean, norm.deviation, norm.inverse, norm.axes, norm.sources)
             for v, norm in self.normalized.items()
         )
         decisions = tuple(self.decisions.items())
