@@ -33,9 +33,10 @@ from jaxact._jaxpr.read import is_elementwise, is_literal, variables_in
 from jaxact._jaxpr.types import Atom, Eqn, Jaxpr, Producers, Shape, Var
 from jaxact._plan.storage import Normalized
 
-_DEVIATIONS = {"rsqrt": False, "sqrt": True}  # is it the deviation, or its inverse
 # Operations that leave elements, and their order.
 _RESHAPES = frozenset("broadcast_in_dim reshape squeeze expand_dims".split())
+# Results that are an operand, or near it.
+_BOUNDING = frozenset("mul add max min clamp select_n".split())
 # Of several arrays or elements of one size they make something of that size.
 _ADDING = (
     MOVES
@@ -59,6 +60,18 @@ class _Statistic(NamedTuple):
     variable: Var
     axes: _Axes
     is_gathered: bool = False
+
+
+class _Root(NamedTuple):
+    """A root, or another power: a deviation, or its inverse.
+
+    `is_factor_inverse`: whether the factor that it is found in falls where deviations
+    grow.
+    """
+
+    variable: Var
+    is_inverse: bool
+    is_factor_inverse: bool
 
 
 class _Scale(NamedTuple):
@@ -124,14 +137,14 @@ class Norms:
 
     def _scale(self, factor: Var, is_divisor: bool, x: Var) -> _Scale | None:
         """The scale of the rows of `x`, which are multiplied with or divided by one."""
-        found = self._deviation(factor)
-        if found is not None:
-            return _Scale(*found, self._may_vanish(found[0]))
+        root = self._root(factor)
+        if root is not None:
+            v, is_inverse, _ = root
+            return _Scale(v, is_inverse, self._may_vanish(v))
         segments = self._gathered_from(factor)
-        if segments is not None:
-            found = self._deviation(segments)
-            if found is not None:
-                return _Scale(factor, found[1], True)
+        root = None if segments is None else self._root(segments)
+        if root is not None:
+            return _Scale(factor, root.is_factor_inverse, True)
         # Sums may vanish, and overflow.
         divisor = self._divisor(factor, is_divisor)
         if divisor is not None:
@@ -149,8 +162,12 @@ class Norms:
     def _divisor(self, factor: Var, is_divisor: bool) -> Var | None:
         """The statistic that an array is divided by, or multiplied with 1 over."""
         eqn = self.producers.get(factor)
-        if is_divisor or eqn is None or eqn.primitive.name != "div":
+        if is_divisor or eqn is None:
             return factor if is_divisor else None
+        if eqn.primitive.name == "integer_pow" and eqn.params["y"] == -1:
+            return next(iter(variables_in(eqn.invars)), None)
+        if eqn.primitive.name != "div":
+            return None
         one, divisor = eqn.invars
         return divisor if is_literal(one) and not is_literal(divisor) else None
 
@@ -270,24 +287,33 @@ class Norms:
             return None
         return next(iter(variables_in(eqn.invars[:1])), None)
 
-    def _deviation(self, factor: Var) -> tuple[Var, bool] | None:
-        """The deviation in a factor, which may hold a gain too, and if it is inverse.
+    def _root(self, factor: Var) -> _Root | None:
+        """The deviation in a factor, which may hold a gain or a bound too.
 
-        Flax multiplies rsqrt(variance + epsilon) with the gain first.
+        Flax multiplies rsqrt(variance + epsilon) with the gain first. Others divide by
+        max(size, 1e-6), or size + 1e-6, or by 1 where a size is small.
         """
-        todo: list[Atom] = [factor]
+        todo: list[tuple[Atom, bool]] = [(factor, False)]
         seen: set[Atom] = set()
         while todo:
-            v = todo.pop()
+            v, is_over = todo.pop()  # is the factor a number over it
             eqn = None if is_literal(v) else self.producers.get(v)
             if eqn is None or v in seen or v.aval.size != factor.aval.size:
                 continue
             seen.add(v)
-            name = eqn.primitive.name
-            if name in _DEVIATIONS:
-                return v, not _DEVIATIONS[name]
-            if name == "mul" or name in _RESHAPES | CASTS | COPIES:
-                todo.extend(eqn.invars)
+            name, inputs = eqn.primitive.name, eqn.invars
+            last = inputs[-1]
+            falls = name == "rsqrt" or (
+                name == "pow" and is_literal(last) and bool(last.val < 0)
+            )
+            if name in ("sqrt", "rsqrt") or (name == "pow" and is_literal(last)):
+                return _Root(v, falls, falls != is_over)
+            if name in _BOUNDING | _RESHAPES | CASTS | COPIES:
+                todo += [(u, is_over) for u in inputs]
+            elif name == "div" and is_literal(inputs[0]):
+                todo.append((last, not is_over))
+            elif name == "integer_pow" and eqn.params["y"] == -1:
+                todo.append((last, not is_over))
         return None
 
 

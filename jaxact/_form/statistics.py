@@ -6,6 +6,8 @@ reduction that a product contracts with is none: a pooled feature is an activati
 another.
 """
 
+from collections.abc import Sequence
+
 from jaxact._form.inside import insides
 from jaxact._jaxpr.flow import Facts
 from jaxact._jaxpr.primitives import MATMULS, MOVES, REDUCTIONS, RESHAPES, SCATTERS
@@ -69,23 +71,55 @@ def _divisors(jaxpr: Jaxpr) -> set[Var]:
     segments, of which there may be as many as elements.
     """
     sizes: dict[Var, int] = {}  # the largest array that a variable divides
-    products: set[Var] = set()
+    multiplied: dict[Var, int] = {}  # or is multiplied with
+    divisors: set[Var] = set()
     for eqn in reversed(jaxpr.eqns):
         name, inputs = eqn.primitive.name, variables_in(eqn.invars)
-        sized = [v for v in eqn.outvars if v in sizes]
-        if name == "rsqrt":
-            sizes.update((v, v.aval.size) for v in inputs)
-        elif name == "div":
-            divisors = variables_in(eqn.invars[1:])  # also of a number
-            sizes.update((v, eqn.outvars[0].aval.size) for v in divisors)
-        elif name in SCATTERS:
-            products.update(sized)
-        elif sized and (keeps_elements(eqn) or name == "gather"):
-            # A broadcast along rows, an epsilon; by segment.
-            sizes.update((v, sizes[sized[0]]) for v in inputs)
+        size = max((v.aval.size for v in eqn.outvars), default=0)
+        # A broadcast along rows, an epsilon; by segment.
+        is_same = keeps_elements(eqn) or name == "gather"
+        own = max(_known(eqn.outvars, sizes), default=0)
+        if name in SCATTERS:
+            divisors.update(v for v in eqn.outvars if v in sizes)
         elif name in MATMULS:
-            products |= {v for v in sized if _ROW * v.aval.size <= sizes[v]}
-    return products
+            divisors.update(
+                v for v in eqn.outvars if _ROW * v.aval.size <= sizes.get(v, 0)
+            )
+        if _is_inverse(eqn):
+            scaled = max(_known(eqn.outvars, multiplied), default=size)
+            _enlarge(sizes, inputs, max(own, scaled))
+        elif name == "div":
+            _enlarge(sizes, variables_in(eqn.invars[:1]), own)
+            _enlarge(sizes, variables_in(eqn.invars[1:]), size)
+        elif own and is_same:
+            _enlarge(sizes, inputs, own)
+        if name == "mul" or (name in MATMULS and not _contracts(eqn)):
+            _enlarge(multiplied, inputs, size)
+        elif is_same:
+            _enlarge(
+                multiplied, inputs, max(_known(eqn.outvars, multiplied), default=0)
+            )
+    return divisors
+
+
+def _is_inverse(eqn: Eqn) -> bool:
+    """Whether it is a number over its operand, or over a root or power of it."""
+    name, inputs = eqn.primitive.name, eqn.invars
+    if name == "div":
+        return is_literal(inputs[0]) and not is_literal(inputs[1])
+    if name == "pow":
+        return is_literal(inputs[1]) and bool(inputs[1].val < 0)
+    return name == "rsqrt" or (name == "integer_pow" and eqn.params["y"] < 0)
+
+
+def _known(variables: Sequence[Var], sizes: dict[Var, int]) -> list[int]:
+    return [sizes[v] for v in variables if v in sizes]
+
+
+def _enlarge(sizes: dict[Var, int], variables: Sequence[Var], size: int) -> None:
+    """Let variables that divide or scale an array have at least its size."""
+    for v in variables if size else ():
+        sizes[v] = max(sizes.get(v, 0), size)
 
 
 def _gathered_inverses(jaxpr: Jaxpr) -> set[Var]:
@@ -94,7 +128,7 @@ def _gathered_inverses(jaxpr: Jaxpr) -> set[Var]:
     gathered: set[Var] = set()
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
-        if name == "rsqrt" or (name == "div" and is_literal(eqn.invars[0])):
+        if _is_inverse(eqn):
             inverses.update(eqn.outvars)
         elif name in MOVES | {"gather"} and not inverses.isdisjoint(
             variables_in(eqn.invars[:1])
