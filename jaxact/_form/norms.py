@@ -310,8 +310,8 @@ class Norms:
                 return _Root(v, falls, falls != is_over)
             if name in _BOUNDING | _RESHAPES | CASTS | COPIES:
                 todo += [(u, is_over) for u in inputs]
-            elif name == "div" and is_literal(inputs[0]):
-                todo.append((last, not is_over))
+            elif name == "div":
+                todo += [(inputs[0], is_over), (last, not is_over)]
             elif name == "integer_pow" and eqn.params["y"] == -1:
                 todo.append((last, not is_over))
         return None

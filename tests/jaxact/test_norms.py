@@ -52,6 +52,7 @@ BY_ROW |= {
     "a least size": lambda x: x / jnp.maximum(size(x), 1e-6),
     "a safe size": lambda x: x / jnp.where(size(x) > 1, size(x), 1.0),
     "clipped": lambda x: x * jnp.minimum(1.0, 1 / size(x)),
+    "gain over the size": lambda x: x * (GAIN.sum() / (size(x) + 1e-6)),
     "epsilon beside the root": lambda x: x / (size(x) + 1e-6),
     "power": lambda x: x * (x * x).mean(-1, keepdims=True) ** -0.5,
     "reciprocal": lambda x: x * jnp.reciprocal(size(x)),
