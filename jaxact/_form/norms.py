@@ -29,7 +29,12 @@ from typing import NamedTuple, TypeAlias
 
 from jaxact._form.intervals import Interval, find_intervals, interval_of
 from jaxact._jaxpr.primitives import CASTS, COPIES, MOVES, SCATTERS
-from jaxact._jaxpr.read import is_elementwise, is_literal, variables_in
+from jaxact._jaxpr.read import (
+    is_elementwise,
+    is_literal,
+    scales_rows,
+    variables_in,
+)
 from jaxact._jaxpr.types import Atom, Eqn, Jaxpr, Producers, Shape, Var
 from jaxact._plan.storage import Normalized
 
@@ -188,7 +193,7 @@ class Norms:
                 by_number = name == "mul" and others and not others[0].aval.shape
                 if by_number or name in CASTS | COPIES | {"neg"}:
                     todo += eqn.outvars
-                elif name not in ("mul", "div") or not others:
+                elif not (name in ("mul", "div") or scales_rows(eqn, v)) or not others:
                     return False
                 elif not self._is_made_from(others[0], divisor):
                     return False
@@ -223,7 +228,9 @@ class Norms:
                     continue
                 if eqn.primitive.name in CASTS | COPIES:
                     todo.append(eqn.outvars[0])
-                elif eqn.primitive.name == name:
+                elif eqn.primitive.name == name or (
+                    name == "mul" and scales_rows(eqn, v)
+                ):
                     others = [u for u in eqn.invars if u is not v]
                     if name != "mul" and eqn.invars[0] is not v:
                         continue  # mean - x, or something / x

@@ -11,7 +11,13 @@ from collections.abc import Sequence
 from jaxact._form.inside import insides
 from jaxact._jaxpr.flow import Facts
 from jaxact._jaxpr.primitives import MATMULS, MOVES, REDUCTIONS, RESHAPES, SCATTERS
-from jaxact._jaxpr.read import is_float, is_literal, keeps_elements, variables_in
+from jaxact._jaxpr.read import (
+    contracts,
+    is_float,
+    is_literal,
+    keeps_elements,
+    variables_in,
+)
 from jaxact._jaxpr.types import Eqn, Jaxpr, Var
 from jaxact._plan.facts import is_activation
 
@@ -93,7 +99,7 @@ def _divisors(jaxpr: Jaxpr) -> set[Var]:
             _enlarge(sizes, variables_in(eqn.invars[1:]), size)
         elif own and is_same:
             _enlarge(sizes, inputs, own)
-        if name == "mul" or (name in MATMULS and not _contracts(eqn)):
+        if name == "mul" or (name in MATMULS and not contracts(eqn)):
             _enlarge(multiplied, inputs, size)
         elif is_same:
             _enlarge(
@@ -144,17 +150,9 @@ def contracted_in(jaxpr: Jaxpr) -> set[Var]:
     for eqn in reversed(jaxpr.eqns):
         inputs = variables_in(eqn.invars)
         if eqn.primitive.name in MATMULS:
-            if _contracts(eqn):
+            if contracts(eqn):
                 contracted.update(inputs)
         elif keeps_elements(eqn) and eqn.outvars[0] in contracted:
             size = eqn.outvars[0].aval.size
             contracted.update(x for x in inputs if x.aval.size == size)
     return contracted
-
-
-def _contracts(eqn: Eqn) -> bool:
-    """Whether a product sums: `einsum("td,t->td", x, rstd)` does not."""
-    if eqn.primitive.name != "dot_general":
-        return True
-    (axes, _), _ = eqn.params["dimension_numbers"]
-    return len(axes) > 0

@@ -118,6 +118,28 @@ def keeps_elements(eqn: Eqn) -> bool:
     return is_elementwise(eqn) or eqn.primitive.name in MOVES
 
 
+def contracts(eqn: Eqn) -> bool:
+    """Whether a product sums: `einsum("td,t->td", x, rstd)` does not."""
+    if eqn.primitive.name != "dot_general":
+        return True
+    (axes, _), _ = eqn.params["dimension_numbers"]
+    return len(axes) > 0
+
+
+def scales_rows(eqn: Eqn, x: Var) -> bool:
+    """Whether a product multiplies each row of `x` with a number, in their order."""
+    if eqn.primitive.name != "dot_general" or contracts(eqn):
+        return False
+    left, right = eqn.invars
+    _, (left_axes, right_axes) = eqn.params["dimension_numbers"]
+    axes, others, factor = (
+        (left_axes, right_axes, right) if left is x else (right_axes, left_axes, left)
+    )
+    # The result has the common axes first, and then those of `x` alone.
+    leading = tuple(range(factor.aval.ndim))
+    return tuple(axes) == leading == tuple(others)
+
+
 def is_piecewise_linear(eqn: Eqn) -> bool:
     """Whether its derivative, where it has one, is a constant or an exact choice."""
     return names_inside(eqn) <= LINEAR | PIECEWISE | STEPS
