@@ -1,13 +1,16 @@
 """Values as JSON, and back.
 
-A frozen dataclass is an object with its fields, and its class's name as `class`; a
-tuple is a list, a dtype and an enum member their text. A file holds no code: a function
-is saved only as a name in `jax.checkpoint_policies`.
+A frozen dataclass is an object with its fields, and its class's name as `class`: that
+alone for a class of jaxact, and with its module for all others, as two libraries may
+have codecs of one name. A tuple is a list, a dtype and an enum member their text. A
+file holds no code: a function is saved only as a name in `jax.checkpoint_policies`.
 """
 
 import dataclasses
 import enum
 import math
+import operator
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, TypeVar
 
@@ -18,6 +21,8 @@ T = TypeVar("T", bound="Saved")
 # Of the files: a number that grows when older versions could not read them.
 FORMAT = 1
 _CHECKPOINT_POLICY = "checkpoint_policy"
+# The package whose classes need no module beside their names.
+_OWN = __name__.partition(".")[0]
 
 
 class Saved:
@@ -68,7 +73,7 @@ def _fields_of(value: Saved, call: str, place: str) -> dict[str, Any]:
     fields = {f.name: getattr(value, f.name) for f in _fields(type(value))}
     fields |= {name: getattr(value, name) for name in type(value).derived}
     prefix = f"{place}." if place else ""
-    return {"class": type(value).__name__} | {
+    return {"class": _name_of(type(value))} | {
         name: _encode(field, call, prefix + name) for name, field in fields.items()
     }
 
@@ -103,13 +108,73 @@ def _decode(data: Any) -> Any:
     name = data.get("class")
     if name == _CHECKPOINT_POLICY:
         return _checkpoint_policy(data.get("name"))
-    kinds = {kind.__name__: kind for kind in _subclasses(Saved)}
-    if name not in kinds:
+    return _construct(_kind(name), data)
+
+
+def _name_of(kind: type[Saved]) -> str:
+    """The name of a class in files."""
+    return kind.__name__ if _is_own(kind) else _full_name(kind)
+
+
+def _full_name(kind: type[Saved]) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _is_own(kind: type[Saved]) -> bool:
+    return kind.__module__.partition(".")[0] == _OWN
+
+
+def _kind(name: object) -> type[Saved]:
+    """The class that a file means by a name.
+
+    The bare name of a user's class finds it too, as the first files had no more. So
+    does its name in `__main__`, which every script calls its own module.
+
+    Raises:
+      ValueError: there is no such class, or several.
+    """
+    kinds = [
+        kind
+        for kind in _subclasses(Saved)
+        if dataclasses.is_dataclass(kind) and not _is_replaced(kind)
+    ]
+    module, _, bare = str(name).rpartition(".")
+    alike = [kind for kind in kinds if kind.__name__ == bare and not _is_own(kind)]
+    found = [kind for kind in kinds if _name_of(kind) == name]
+    if not found and module in ("", "__main__"):
+        found = alike
+    if len(found) == 1:
+        return found[0]
+    names = sorted({_full_name(kind) for kind in found or alike})
+    write = " or ".join(f'"class": "{name}"' for name in names)
+    if not found:
+        others = f", or write {write} into the data" if names else ""
         raise ValueError(
             f"from_dict: {name!r} is no class that jaxact knows. Import the module "
-            "that defines it first, or update jaxact."
+            f"that defines it first, or update jaxact{others}."
         )
-    return _construct(kinds[name], data)
+    if len(names) == 1:
+        raise ValueError(
+            f"from_dict: {name!r} fits {len(found)} classes that a function made. One "
+            "is required: define the class at the top level of its module."
+        )
+    raise ValueError(
+        f"from_dict: {name!r} fits {len(found)} classes. The name of one is required: "
+        f"write {write} into the data."
+    )
+
+
+def _is_replaced(kind: type[Saved]) -> bool:
+    """Whether its module has another value in its place by now.
+
+    A notebook's cell that runs again, a module that is loaded again and
+    `dataclass(slots=True)` leave a first class behind.
+    """
+    module = sys.modules.get(kind.__module__)
+    try:
+        return operator.attrgetter(kind.__qualname__)(module) is not kind
+    except AttributeError:  # a function made it
+        return False
 
 
 def _construct(kind: type[Saved], data: dict[str, Any]) -> Saved:

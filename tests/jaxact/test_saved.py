@@ -1,9 +1,12 @@
 """Values come back from JSON as they were."""
 
 import dataclasses
+import gc
 import inspect
 import json
 import math
+import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +14,7 @@ import numpy as np
 import pytest
 
 import jaxact
-from jaxact import Cast, Exact, Offload, Policy, Quantize, Rule, policies
+from jaxact import Cast, Exact, Offload, Policy, Quantize, Rule, _saved, policies
 
 
 def through_json(value):
@@ -121,6 +124,67 @@ class Halves(jaxact.Codec):
 def test_codecs_of_users():
     policy = Policy(default=Halves(0.25))
     assert through_json(policy) == policy
+
+
+def codec_named(name, module="", place=None):
+    """A codec's class, as the module `module` has it."""
+    space = {"__module__": module or __name__, "__qualname__": place or name}
+    space |= {"encode": Halves.encode, "decode": Halves.decode}
+    space |= {"bias": jaxact.Bias.BIASED, "bits": 16}
+    space |= {"__annotations__": {"scale": float}, "scale": 0.5}
+    return dataclasses.dataclass(frozen=True)(type(name, (jaxact.Codec,), space))
+
+
+def test_codecs_of_one_name_are_told_apart():
+    """The last that was imported was taken for each of them."""
+    kinds = [codec_named("Same", module) for module in ("first.codecs", "second")]
+    for kind in kinds:
+        policy = Policy(default=kind(0.25))
+        again = through_json(policy)
+        assert again == policy and type(again.default) is kind
+    names = [kind().to_dict()["class"] for kind in kinds]
+    assert names == ["first.codecs.Same", "second.Same"]
+    with pytest.raises(ValueError, match="'Same' fits 2.*first.codecs.Same.*second"):
+        jaxact.Action.from_dict({"format": 1, "class": "Same"})
+    with pytest.raises(ValueError, match="'third.Same' is no class.*\"second.Same\""):
+        jaxact.Action.from_dict({"format": 1, "class": "third.Same"})
+
+
+def test_a_codec_with_the_name_of_one_of_jaxact():
+    kind = codec_named("Bitmask", "mine")
+    assert type(through_json(kind())) is kind
+    assert through_json(jaxact.Bitmask()) == jaxact.Bitmask()
+
+
+def test_names_in_jaxact_are_unique():
+    """They stand in files without their modules."""
+    kinds = {kind for kind in _saved._subclasses(_saved.Saved) if _saved._is_own(kind)}
+    names = [kind.__name__ for kind in kinds]
+    assert len(names) > 20 and len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("name", ["Alone", "__main__.Alone", "mine.Alone"])
+def test_names_that_find_the_only_codec(name):
+    """Files had bare names once; the module of a script is called `__main__`."""
+    kind = codec_named("Alone", "mine")
+    assert type(jaxact.Action.from_dict({"format": 1, "class": name})) is kind
+    del kind
+    gc.collect()  # the next test's is the only one again
+
+
+def test_a_class_that_is_defined_again_replaces_the_first(monkeypatch):
+    module = types.ModuleType("notebook")
+    monkeypatch.setitem(sys.modules, "notebook", module)
+    kinds = [codec_named("Twice", "notebook") for _ in range(2)]
+    module.Twice = kinds[1]
+    for name in ("Twice", "notebook.Twice"):
+        assert type(jaxact.Action.from_dict({"format": 1, "class": name})) is kinds[1]
+
+
+def test_classes_that_a_function_made_twice():
+    kinds = [codec_named("Made", "mine", "make.<locals>.Made") for _ in range(2)]
+    with pytest.raises(ValueError, match="fits 2 classes.*top level of its module"):
+        Policy.from_dict(Policy(default=kinds[0]()).to_dict())
 
 
 NAMES = jax.checkpoint_policies.save_only_these_names("a")
