@@ -18,8 +18,8 @@ class Bias(enum.StrEnum):
 
     "unbiased to first order": a path of the backward pass multiplies with the rounded
     value twice, as the Jacobians of a softmax and of a norm do. The mean then differs
-    by terms of second order in the rounding: the variance of an element, which a
-    softmax and a norm divide by the length of the row.
+    by terms of second order in the rounding. They fall with the square of its step; how
+    large they are beside the noise depends on the network, and nothing bounds it.
 
     "unbiased over rotations": the residual is rotated at random and then rounded to the
     nearest level. The mean over rotations is its value, but for a squared bias below

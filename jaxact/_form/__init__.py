@@ -26,11 +26,12 @@ the traced program, none of which looks at a function's name, keep that and stor
 Bias. A gradient is exactly unbiased where no path in the backward pass multiplies two
 residuals with one base (`jaxact/_plan/uses.py` reads that off the backward program).
 Softmax does (its Jacobian is diag(y) - y y^T) and so does a norm's; the bias that
-remains is one element's variance over the length of the row:
-E[y' y'^T] = y y^T + diag(var). `tests/laws/test_form_bias.py` measures it; the label is
-"unbiased to first order". A value that is recomputed nonlinearly from rounded ones, in
-a `jax.checkpoint` or a custom rule or because a policy says `Recompute()`, is biased
-and so labelled.
+remains is made of the elements' variances: E[y' y'^T] = y y^T + diag(var). Where the
+cotangents of a long row are alike it is little beside the noise of the row's sum, as
+`tests/laws/test_form_bias.py` measures for a softmax and a norm alone; in a network it
+may be as large as the noise. The label is "unbiased to first order". A value that is
+recomputed nonlinearly from rounded ones, in a `jax.checkpoint` or a custom rule or
+because a policy says `Recompute()`, is biased and so labelled.
 
 Local derivatives as elimination on a graph: Griewank and Walther, Evaluating
 Derivatives (2008), chapter 9. Unbiased gradients from unbiased residuals: ActNN (Chen
