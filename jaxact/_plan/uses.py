@@ -50,6 +50,9 @@ _LINEAR = (
     | SELECTIONS
 )
 _BILINEAR = MATMULS | frozenset(["mul", "ragged_dot", "ragged_dot_general"])
+# Some elements of the operand times updates. Where two updates may meet at an element
+# it is a product of more, which is not linear in the updates.
+_SCALED = frozenset(["scatter-mul", "scatter_mul"])
 # A power of two or more of one value.
 _SQUARES = frozenset(["square", "one_minus_square"])
 # Their slopes have poles, or grow without bound towards the end of their domain.
@@ -211,8 +214,8 @@ def _elementary(eqn: Eqn, operands: Sequence[Value], uses: Uses) -> Value:
     name, result = eqn.primitive.name, _union(operands)
     if (name in _LINEAR and not loses_precision(eqn)) or name in _TESTS:
         return result
-    if name in _BILINEAR:
-        overlap = operands[0].bits & operands[1].bits
+    if name in _BILINEAR or (name in _SCALED and eqn.params["unique_indices"]):
+        overlap = operands[0].bits & operands[-1].bits
         uses.repeated |= overlap
         linear, kinked = result.linear & ~overlap, result.kinked & ~overlap
         bent = result.bent | overlap

@@ -44,6 +44,7 @@ def cubed(x):
 cubed.defvjp(lambda x: (x**3, x), lambda x, ct: (3 * jnp.exp(2 * jnp.log(x)) * ct,))
 
 LINEAR = (False, False, False)
+ROWS = jnp.array([2, 0])
 
 
 @pytest.mark.parametrize(
@@ -55,10 +56,21 @@ LINEAR = (False, False, False)
         lambda x, w: lax.cond(True, lambda y: jnp.sin(y) @ w, lambda y: y @ w, x),
         lambda x, w: lax.scan(lambda c, y: (c + y, y * w[0]), jnp.zeros(4), x)[1],
         lambda x, w: jnp.sort(x, axis=0) * 2,
+        lambda x, w: x.at[1:].multiply(jnp.sin(w)[:2]),
+        lambda x, w: x.at[ROWS].multiply(jnp.sin(w)[:2], unique_indices=True),
     ],
 )
 def test_products_with_a_cotangent_are_linear(f):
     assert uses(f, X, W) == LINEAR
+
+
+def test_factors_that_may_meet_at_an_element_are_not_linear():
+    """`.at[].multiply` with indices that may be equal; of one element, their square."""
+    factors = lambda x: lax.stop_gradient(jnp.sin(x))
+    repeated, nonlinear, divided = uses(
+        lambda x: (2 * x).at[ROWS].multiply(factors(x)[:2]), X
+    )
+    assert nonlinear and not divided
 
 
 def test_a_norm_and_a_softmax_use_a_value_twice():
