@@ -8,11 +8,8 @@ import dataclasses
 import fnmatch
 import functools
 import math
-import os
 from collections.abc import Sequence
 from typing import NamedTuple
-
-from jax.extend import source_info_util
 
 from jaxact._jaxpr.compat import open_jaxpr
 from jaxact._jaxpr.labels import (
@@ -27,6 +24,7 @@ from jaxact._jaxpr.labels import (
 )
 from jaxact._jaxpr.primitives import TRANSPARENT
 from jaxact._jaxpr.read import call_body, is_literal
+from jaxact._jaxpr.source import source_line
 from jaxact._jaxpr.types import Atom, Dtype, Eqn, Jaxpr, Producers, Var
 
 
@@ -41,7 +39,7 @@ class Residual:
       name: its `jax.ad_checkpoint.checkpoint_name`, or ''.
       path: module path and named scopes, as 'Net/block0/up'; for an argument, the
         call's path and the argument's place in it.
-      source: 'file.py:line (function)' where it was computed.
+      source: the user's 'file.py:line (function)' that computes it.
       stacked: how many copies enclosing scans keep.
       aliases: names of values that the backward pass derives from it.
       label: tells it from others with its path: its name or its primitive, and from
@@ -282,7 +280,7 @@ class Provenance:
                 continue
             if origin is not None and origin.kind in ("computed", "carry"):
                 return origin.named(names)
-            source = os.path.basename(source_info_util.summarize(eqn.source_info))
+            source = source_line(eqn.source_info)
             if origin is not None and origin.kind == "argument":
                 # Named as in the scan's body, so that a rule means it there and here.
                 path = join_paths(visible(scope), scan_inputs(eqn)[origin.position])

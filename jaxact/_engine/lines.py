@@ -3,11 +3,7 @@
 import sys
 from typing import Any, NamedTuple
 
-# Packages whose lines say nothing to the user about a call. `contextlib` runs the
-# wrappers around Flax's methods.
-_LIBRARIES = frozenset(
-    "jaxact jax jaxlib flax equinox haiku optax contextlib functools".split()
-)
+from jaxact._jaxpr.source import LIBRARIES
 
 
 class Line(NamedTuple):
@@ -29,7 +25,7 @@ def user_line() -> Line:
     """The innermost line outside the libraries."""
     # `skip_file_prefixes` of `warnings.warn` exists from Python 3.12 on.
     innermost = frame = sys._getframe(1)
-    while frame is not None and _package(frame.f_globals) in _LIBRARIES:
+    while frame is not None and _package(frame.f_globals) in LIBRARIES:
         frame = frame.f_back
     frame = frame or innermost
     code = frame.f_code

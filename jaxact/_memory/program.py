@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from jaxact._jaxpr.labels import visible
+from jaxact._jaxpr.source import is_in_library
 from jaxact._memory import wire
 from jaxact._memory.wire import Message
 
@@ -219,7 +220,11 @@ class _Frames:
         self.frames = list(wire.messages(message, 4))
 
     def source(self, frame: int) -> str:
-        """'file.py:line (function)' of the innermost frame that is the user's."""
+        """'file.py:line (function)' of the innermost frame that is the user's.
+
+        Where all are a library's it is the innermost that is not jaxact's.
+        """
+        innermost = ""
         while 0 < frame <= len(self.frames):
             entry = self.frames[frame - 1]
             location = self.locations[wire.integer(entry, 1) - 1]
@@ -227,12 +232,15 @@ class _Frames:
             if not _is_ours(file):
                 function = self.functions[wire.integer(location, 2) - 1]
                 line = wire.integer(location, 3)
-                return f"{os.path.basename(file)}:{line} ({function})"
+                source = f"{os.path.basename(file)}:{line} ({function})"
+                if not is_in_library(file):
+                    return source
+                innermost = innermost or source
             parent = wire.integer(entry, 2)
             if parent == frame:
                 break
             frame = parent
-        return ""
+        return innermost
 
 
 _FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))

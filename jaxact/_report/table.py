@@ -30,7 +30,7 @@ class ResidualRow(Saved):
       primitive: that computed it; '' for an argument.
       name: its `checkpoint_name`, or ''.
       path: module path and named scopes.
-      source: 'file.py:line (function)'.
+      source: the user's 'file.py:line (function)' that computes it.
       action: how it is stored.
       bias: 'exact', 'unbiased' (its rounding adds noise to gradients, nothing else),
         'unbiased to first order' (a path of the backward pass multiplies with the

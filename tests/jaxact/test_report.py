@@ -195,6 +195,32 @@ def test_nnx_paths():
     assert {row.path for row in table.rows if row.primitive} == {"Block/derivative"}
 
 
+def test_lines_are_those_of_the_user():
+    """They were lines in Flax's normalization and in optax's loss."""
+    optax = pytest.importorskip("optax")
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.LayerNorm()(nn.Dense(64)(x))
+
+    layer, labels = nnx.Linear(64, 64, rngs=nnx.Rngs(0)), jnp.zeros(len(X), int)
+    net = Net()
+    variables = net.init(jax.random.key(0), X)
+
+    def loss(v, layer, x):
+        logits = nnx.gelu(layer(net.apply(v, x)))
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    with jax.numpy_dtype_promotion("standard"):  # as optax asks
+        table = jaxact.residuals(loss, variables, layer, X)
+    sources = {row.source for row in table.rows if row.source}
+    assert len(sources) >= 4
+    assert all(source.startswith("test_report.py:") for source in sources), sources
+    functions = {source.rpartition(".")[2] for source in sources}
+    assert functions == {"loss)", "__call__)"}
+
+
 W = jnp.ones((64, 16))
 
 
