@@ -1,5 +1,6 @@
 """List a function's residuals and their bytes, without running anything."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from jaxact._plan.forward import trace_forward
 from jaxact._policy import Policy
 from jaxact._report.step import step_residuals
 from jaxact._report.table import ResidualTable
-from jaxact._report.tabulate import tabulate
+from jaxact._report.tabulate import checkpointed_rows, tabulate
 
 
 def residuals(
@@ -65,7 +66,9 @@ def residuals(
     active = call.differentiated(values, argnums)
     run = lambda _, *values: flat(*values)
     forward = trace_forward(run, np.uint32(0), values, active)
-    return tabulate(forward.jaxpr, forward.residuals, ["seed", *flat.paths])
+    table = tabulate(forward.jaxpr, forward.residuals, ["seed", *flat.paths])
+    recomputed = checkpointed_rows(forward.used_backward)
+    return dataclasses.replace(table, checkpointed=recomputed)
 
 
 def _without_aux(fn: Callable[..., Any]) -> Callable[..., Any]:

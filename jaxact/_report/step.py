@@ -7,7 +7,7 @@ from jaxact._jaxpr.read import call_body, programs_in, variables_in
 from jaxact._jaxpr.rewrite import without_unused
 from jaxact._jaxpr.types import ClosedJaxpr, Eqn, Jaxpr, Var
 from jaxact._report.table import ResidualRow, ResidualTable
-from jaxact._report.tabulate import tabulate
+from jaxact._report.tabulate import checkpointed_rows, tabulate
 
 _PRODUCTS = frozenset(
     ["dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"]
@@ -31,9 +31,12 @@ def step_residuals(jaxpr: Jaxpr) -> ResidualTable:
     made: set[Var] = set()
     rows: list[ResidualRow] = []
     referenced = 0
+    backward: list[Eqn] = []
+    recomputed: list[ResidualRow] = []
     for eqn in jaxpr.eqns:
         stack = str(eqn.source_info.name_stack)
         if "transpose(" in stack:
+            backward.append(eqn)
             read.update(dict.fromkeys(variables_in(eqn.invars)))
         elif "jvp(" in stack:
             made.update(eqn.outvars)
@@ -41,6 +44,7 @@ def step_residuals(jaxpr: Jaxpr) -> ResidualTable:
             for body in _bodies(eqn):
                 inner = step_residuals(body)
                 rows += inner.rows
+                recomputed += inner.checkpointed
                 referenced += inner.referenced_bytes
     inputs = {*jaxpr.invars, *jaxpr.constvars}
     crossing = [v for v in read if v in made or v in inputs]
@@ -48,7 +52,8 @@ def step_residuals(jaxpr: Jaxpr) -> ResidualTable:
         table = tabulate(jaxpr, crossing, [""] * len(jaxpr.invars))
         rows += table.rows
         referenced += table.referenced_bytes
-    return ResidualTable(tuple(rows), referenced)
+    recomputed += checkpointed_rows(backward)
+    return ResidualTable(tuple(rows), referenced, checkpointed=tuple(recomputed))
 
 
 def count_products(jaxpr: Jaxpr) -> int:

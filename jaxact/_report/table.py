@@ -183,12 +183,16 @@ class ResidualTable(Tabular):
       referenced_bytes: bytes of arguments and constants that the backward pass reads in
         place, such as parameters; they exist anyway and are not in the sums.
       unused_rules: rules that matched nothing, from all policies in the function.
+      checkpointed: residuals of compressed calls in a `jax.checkpoint`. They are packed
+        while the backward pass computes a checkpoint again, and gone before the next
+        one; they are not in the sums.
     """
 
     derived = ("exact_bytes", "stored_bytes", "host_bytes", "ratio")
     rows: tuple[ResidualRow, ...]
     referenced_bytes: int
     unused_rules: tuple[Rule, ...] = ()
+    checkpointed: tuple[ResidualRow, ...] = ()
 
     @property
     def exact_bytes(self) -> int:
@@ -219,15 +223,29 @@ class ResidualTable(Tabular):
             f"{on_host if self.host_bytes else ''}); "
             f"{bytes_text(self.referenced_bytes)} of arguments referenced in place",
             *self._outside(),
+            *self._inside_checkpoints(),
         ]
         lines += [f"matched nothing: {rule}" for rule in self.unused_rules]
-        if any(row.bias is Bias.FIRST_ORDER for row in self.rows):
+        rows = (*self.rows, *self.checkpointed)
+        if any(row.bias is Bias.FIRST_ORDER for row in rows):
             lines.append(_FIRST_ORDER)
-        if any(row.bias is Bias.OVER_ROTATIONS for row in self.rows):
+        if any(row.bias is Bias.OVER_ROTATIONS for row in rows):
             lines.append(_OVER_ROTATIONS)
-        if self.rows and all(isinstance(row.action, Exact) for row in self.rows):
+        if rows and all(isinstance(row.action, Exact) for row in rows):
             lines.append("nothing is compressed")
         return "\n".join(lines)
+
+    def _inside_checkpoints(self) -> list[str]:
+        """The residuals that are there while a checkpoint is computed again."""
+        if not self.checkpointed:
+            return []
+        exact = sum(row.exact_bytes for row in self.checkpointed)
+        stored = sum(row.stored_bytes for row in self.checkpointed)
+        return [
+            f"{len(self.checkpointed)} more are packed while checkpoints are computed "
+            f"again, those of one checkpoint at a time: {bytes_text(exact)} exact, "
+            f"{bytes_text(stored)} stored"
+        ]
 
     def _outside(self) -> list[str]:
         """Where the bytes are that no compressed call stores, if others are."""

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -11,7 +11,8 @@ from jaxact._codec import Exact
 from jaxact._decision import Decision, Reason, Remark
 from jaxact._jaxpr.flow import fact_of, flow, union
 from jaxact._jaxpr.labels import DERIVATIVE
-from jaxact._jaxpr.read import variables_in
+from jaxact._jaxpr.primitives import CHECKPOINTS
+from jaxact._jaxpr.read import programs_in, variables_in
 from jaxact._jaxpr.types import Atom, Eqn, Jaxpr, Var
 from jaxact._plan.mark import mark_p
 from jaxact._policy import Policy, Rule
@@ -56,20 +57,48 @@ def tabulate(
     stored: dict[int, _Bytes] = {}  # by mark number
     referenced = 0
     for v in dict.fromkeys(variables_in(residuals)):
-        size = v.aval.size * v.aval.dtype.itemsize
-        kept_bytes = _Bytes(size, size if _is_on_host(v) else 0)
-        bits = fact_of(facts, v)
+        kept_bytes, bits = _bytes_of([v]), fact_of(facts, v)
         if v in inputs:
-            referenced += size
+            referenced += kept_bytes.stored
         elif bits:
             number = (bits & -bits).bit_length() - 1
-            before = stored.get(number, _Bytes())
-            stored[number] = _Bytes(*map(sum, zip(before, kept_bytes, strict=True)))
+            stored[number] = stored.get(number, _Bytes()) + kept_bytes
         else:
             kept = _kept(provenance.of(v))
-            outside.append(_row(kept, None, kept.residual.shape, size, kept_bytes))
+            outside.append(
+                _row(kept, None, kept.residual.shape, kept_bytes.stored, kept_bytes)
+            )
     marked = [_marked_row(*marks.marked[n], size) for n, size in sorted(stored.items())]
     return ResidualTable((*marked, *outside), referenced, _unused(marks))
+
+
+def checkpointed_rows(eqns: Sequence[Eqn]) -> tuple[ResidualRow, ...]:
+    """The residuals that a backward program's checkpoints pack, in forward's order."""
+    groups = list(_checkpoints(eqns))  # the last one's backward pass is first
+    return tuple(
+        _marked_row(eqn, copies, _bytes_of(eqn.outvars, copies))
+        for marks in reversed(groups)
+        for eqn, copies in marks
+    )
+
+
+def _checkpoints(eqns: Sequence[Eqn]) -> Iterator[list[tuple[Eqn, int]]]:
+    """For each checkpoint its marks, and the copies of each that its scans stack."""
+    for eqn in eqns:
+        if eqn.primitive.name in CHECKPOINTS:
+            yield list(_marks_inside(eqn, 1))
+        for body in programs_in(eqn):
+            yield from _checkpoints(body.eqns)
+
+
+def _marks_inside(eqn: Eqn, copies: int) -> Iterator[tuple[Eqn, int]]:
+    """The marks in an equation's programs, but for those in checkpoints of these."""
+    for body in programs_in(eqn):
+        for e in body.eqns:
+            if e.primitive is mark_p:
+                yield e, copies
+            elif e.primitive.name not in CHECKPOINTS:
+                yield from _marks_inside(e, copies * e.params.get("length", 1))
 
 
 class _Bytes(NamedTuple):
@@ -81,6 +110,17 @@ class _Bytes(NamedTuple):
 
     stored: int = 0
     host: int = 0
+
+    def __add__(self, other: "_Bytes") -> "_Bytes":  # pyright: ignore
+        return _Bytes(self.stored + other.stored, self.host + other.host)
+
+
+def _bytes_of(variables: Sequence[Var], copies: int = 1) -> _Bytes:
+    total = _Bytes()
+    for v in variables:
+        size = v.aval.size * v.aval.dtype.itemsize * copies
+        total += _Bytes(size, size if _is_on_host(v) else 0)
+    return total
 
 
 def _is_on_host(v: Var) -> bool:
