@@ -99,7 +99,7 @@ def checked(recompute: object) -> Recomputation:
         several = tuple(recompute)
         if all(isinstance(one, Checkpoint) for one in several):
             return several or None
-    elif callable(recompute):
+    elif callable(recompute) and recompute is not Checkpoint:
         return recompute
     raise TypeError(
         f"Policy(recompute={recompute!r}): a jax.checkpoint policy is required, such "

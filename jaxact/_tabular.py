@@ -68,10 +68,18 @@ class Tabular(Saved, abc.ABC):
         Args:
           full: every column and every row, in lines as long as they need.
           width: the length of a line; None: the terminal's.
+
+        Raises:
+          ValueError: a width below 1.
         """
         if full:
             lines = _aligned(*_text(*self._table()))
             return "\n".join([*lines, self.summary()]).rstrip()
+        if width is not None and not (isinstance(width, int) and width >= 1):
+            raise ValueError(
+                f"text(width={width!r}): the length of a line is required, an integer "
+                "of at least 1 such as 80, or None for the terminal's."
+            )
         width = width or shutil.get_terminal_size().columns
         lines = _aligned(*_fitted(*_text(*self._brief()), width))
         for line in self.summary().splitlines():

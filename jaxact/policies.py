@@ -13,7 +13,12 @@ import jax
 from jaxact._bits.cost import NORMAL_GROUP, Sensitivity, levels_variance
 from jaxact._bits.greedy import LADDER, allocate
 from jaxact._bits.widths import ACTIONS, EXACT
-from jaxact._bits.worst_case import Consumer, acgc_worst_case, stochastic_bits
+from jaxact._bits.worst_case import (
+    Consumer,
+    acgc_worst_case,
+    checked_e2,
+    stochastic_bits,
+)
 from jaxact._checkpoint_policies import (
     PACKED_NAME,
     SaveEither,
@@ -30,6 +35,7 @@ from jaxact._codec import (
     Quantize,
     Recompute,
 )
+from jaxact._codec.checks import checked_int, checked_number
 from jaxact._policy import Policy, Rule
 from jaxact._residual import Residual
 from jaxact._saved import Saved
@@ -117,9 +123,10 @@ def actnn(level: int = 3, *, measured: Sensitivity | None = None) -> Policy:
       Exact()
     """
     texts = {n: text for n, (text, _) in (_FIXED_LEVELS | _SHARED_LEVELS).items()}
-    if isinstance(level, bool) or level not in list(texts):
-        levels = "; ".join(f"{n}: {text}" for n, text in texts.items())
-        raise ValueError(f"actnn({level!r}): a level is required. {levels}.")
+    levels = "; ".join(f"{n}: {text}" for n, text in texts.items())
+    level = checked_int(
+        level, texts, f"actnn({level!r}): a level is required. {levels}."
+    )
     if level in _FIXED_LEVELS:
         if measured is not None:
             raise ValueError(
@@ -159,11 +166,12 @@ def gact(bits: float = 4, *, measured: Sensitivity | None = None) -> Policy:
       >>> gact(3.5)
       Policy(bits=4, rules=(), recompute=None, default=None)
     """
-    if not 0 < bits <= 8:
-        raise ValueError(
-            f"gact({bits!r}): bits above 0 and at most 8 are required. To keep all "
-            "use Policy(default=Exact())."
-        )
+    bits = checked_number(
+        bits,
+        lambda x: 0 < x <= 8,
+        f"gact({bits!r}): bits above 0 and at most 8 are required, such as 2.5. To "
+        "keep all use Policy(default=Exact()).",
+    )
     base = Policy(bits=math.ceil(bits))
     return base if measured is None else allocate(measured, bits=bits).policy(base)
 
@@ -230,11 +238,7 @@ def acgc(e2: float = 0.1, *, measured: Sensitivity | None = None) -> Policy:
       >>> [acgc(e2).bits for e2 in (1, 0.1, 0.01)]
       [2, 4, 5]
     """
-    if not 0 < e2 < math.inf:
-        raise ValueError(
-            f"acgc({e2!r}): a positive fraction of the squared gradient is required, "
-            "such as 0.1."
-        )
+    e2 = checked_e2("acgc(", e2)
     bits = next(b for b in ACTIONS if NORMAL_GROUP * levels_variance(b) <= e2)
     base = Policy(bits) if bits <= 8 else Policy(default=ACTIONS[bits])
     if measured is None:
@@ -258,7 +262,8 @@ def by_name(actions: Mapping[str, str | Action], bits: int = 4) -> Policy:
       bits: for "compress", 1 to 8.
 
     Raises:
-      ValueError: another word.
+      TypeError: no mapping.
+      ValueError: another word; bits out of range.
 
     Example:
       >>> import jaxact
@@ -268,6 +273,11 @@ def by_name(actions: Mapping[str, str | Action], bits: int = 4) -> Policy:
       >>> [(rule.name, rule.action.bits) for rule in policy.rules]
       [('mlpwi', 2), ('query_proj', None)]
     """
+    if not isinstance(actions, Mapping):
+        raise TypeError(
+            f"policies.by_name({actions!r}): a mapping from names to actions is "
+            "required, such as {'mlpwi': 'compress:2'}."
+        )
     chosen = {name: _action(name, word, bits) for name, word in actions.items()}
     kept = {n: a for n, a in chosen.items() if not isinstance(a, Recompute)}
     saved = jax.checkpoint_policies.save_only_these_names(*kept)
@@ -278,10 +288,10 @@ def by_name(actions: Mapping[str, str | Action], bits: int = 4) -> Policy:
 def _action(name: str, word: str | Action, bits: int) -> Action:
     if isinstance(word, Action):
         return word
-    verb, colon, width = word.partition(":")
+    verb, colon, width = word.partition(":") if isinstance(word, str) else ("", "", "")
     plain = {"device": Exact(), "offload": Offload(Exact()), "remat": Recompute()}
-    if word in plain:
-        return plain[word]
+    if verb in plain and not colon:
+        return plain[verb]
     if verb == "compress" and (width.isdecimal() or not colon):
         return Quantize(int(width) if width else bits)
     raise ValueError(

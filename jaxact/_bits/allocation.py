@@ -6,6 +6,7 @@ from collections.abc import Callable
 from jaxact._bits.cost import Cost, Sensitivity, relative_text
 from jaxact._bits.widths import EXACT, action_of
 from jaxact._codec import Action
+from jaxact._codec.checks import checked_kind
 from jaxact._policy import Policy, Rule
 from jaxact._tabular import Column, Tabular
 
@@ -65,8 +66,16 @@ class Allocation(Tabular):
           base: `Policy()` when None.
           action: the action that stores a residual at so many bits; 32 asks for exact.
             None: the format that the residual was measured with.
+
+        Raises:
+          TypeError: `base` is no policy.
         """
-        base = Policy() if base is None else base
+        base = checked_kind(
+            Policy() if base is None else base,
+            Policy,
+            f"Allocation.policy({base!r}): a jaxact.Policy is required, such as "
+            "Policy(bits=2), or none.",
+        )
         rows = {row.key: row for row in self.measured.rows}
 
         def chosen(row: Cost, bits: float) -> Action:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping
 
 from jaxact._codec import Action, Adaptive, Dithered, Rotated
+from jaxact._codec.checks import checked_kind, checked_number
 from jaxact._saved import Saved
 from jaxact._tabular import Column, Tabular
 from jaxact_kernels.rotated.group import HALF_BIT, NORMAL_ERROR
@@ -169,13 +170,21 @@ class Sensitivity(Tabular):
         is not finite the later counts alone. Sizes and bits are the later's.
 
         Raises:
+          TypeError: `other` is no Sensitivity.
           ValueError: momentum outside [0, 1].
         """
-        if not 0 <= momentum <= 1:
-            raise ValueError(
-                f"Sensitivity.merge(momentum={momentum!r}): a weight from 0 (later "
-                "only) to 1 (earlier only) is required."
-            )
+        checked_kind(
+            other,
+            Sensitivity,
+            f"Sensitivity.merge({type(other).__name__}, ...): a later Sensitivity is "
+            "required, such as of another call of jaxact.sensitivity.",
+        )
+        checked_number(
+            momentum,
+            lambda x: 0 <= x <= 1,
+            f"Sensitivity.merge(momentum={momentum!r}): a weight from 0 (later "
+            "only) to 1 (earlier only) is required.",
+        )
 
         def mean(earlier: float, later: float) -> float:
             if not (math.isfinite(earlier) and math.isfinite(later)):

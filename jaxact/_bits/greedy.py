@@ -9,11 +9,13 @@ solves both problems, and does not end at the first step that no longer fits.
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from jaxact._bits.allocation import Allocation
 from jaxact._bits.cost import Cost, Sensitivity
 from jaxact._bits.widths import ACTIONS, least_bits
+from jaxact._bits.worst_case import checked_e2
+from jaxact._codec.checks import checked_number
 from jaxact_kernels.rotated import HALF_BIT
 
 LADDER = (1, 2, 3, 4, 6, 8, 16)
@@ -181,21 +183,23 @@ def _require_one(measured: Sensitivity, bits: float | None, e2: float | None) ->
             f"allocate(bits={bits}, e2={e2}): exactly one is required: bits, an "
             "average budget, or e2, a bound on the added variance."
         )
-    if bits is not None and not 0 < bits <= 32:
-        raise ValueError(
-            f"allocate(bits={bits}): an average above 0 and at most 32 is required."
+    if bits is not None:
+        checked_number(
+            bits,
+            lambda x: 0 < x <= 32,
+            f"allocate(bits={bits!r}): an average above 0 and at most 32 is required, "
+            "such as 2.",
         )
-    if e2 is not None and not 0 < e2 < math.inf:
-        raise ValueError(
-            f"allocate(e2={e2}): a positive fraction of the squared gradient is "
-            "required, such as 0.1."
-        )
+    if e2 is not None:
+        checked_e2("allocate(e2=", e2)
 
 
 def _widths(ladder: Sequence[float]) -> list[float]:
-    if not ladder or any(b not in (HALF_BIT, *ACTIONS) for b in ladder):
+    widths = tuple(ladder) if isinstance(ladder, Iterable) else ()
+    is_width = [b in (HALF_BIT, *ACTIONS) and b is not True for b in widths]
+    if not widths or not all(is_width):
         raise ValueError(
-            f"allocate(ladder={tuple(ladder)}): 0.5, bits from 1 to 8, 16 (bfloat16) "
-            "and 32 (exact) are required."
+            f"allocate(ladder={ladder!r}): 0.5, bits from 1 to 8, 16 (bfloat16) "
+            "and 32 (exact) are required, such as ladder=(1, 2, 4, 8)."
         )
-    return sorted(set(ladder))
+    return sorted(set(widths))

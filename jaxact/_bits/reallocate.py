@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from jaxact._bits.allocation import Allocation
 from jaxact._bits.cost import Sensitivity
 from jaxact._bits.greedy import LADDER, allocate
+from jaxact._codec.checks import checked_kind, checked_number
 
 # By how much a kept allocation may miss its budget or its bound: a measurement from a
 # few draws is no better than this.
@@ -46,12 +47,22 @@ def reallocate(
       bits, e2, ladder: as in `allocate`.
 
     Raises:
+      TypeError: no allocation, or no measurement.
       ValueError: as `allocate`; gain outside [0, 1).
     """
-    if not 0 <= gain < 1:
-        raise ValueError(
-            f"reallocate(gain={gain!r}): a fraction from 0 to below 1 is required."
-        )
+    call = f"reallocate({type(current).__name__}, {type(measured).__name__}, ...)"
+    required = (
+        f"{call}: the allocation in use and a later measurement are required: "
+        "reallocate(allocation, jaxact.sensitivity(loss, ...), bits=2)."
+    )
+    checked_kind(current, Allocation, required)
+    checked_kind(measured, Sensitivity, required)
+    checked_number(
+        gain,
+        lambda x: 0 <= x < 1,
+        f"reallocate(gain={gain!r}): a fraction from 0 to below 1 is required, such "
+        "as 0.25.",
+    )
     finite = [math.isfinite(row.variance) for row in measured.rows]
     if finite and not (any(finite) and math.isfinite(measured.signal)):
         _log.info("jaxact: nothing finite was measured, the bits stay as they are")

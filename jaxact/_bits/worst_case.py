@@ -13,6 +13,8 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from jaxact._codec.checks import checked_number
+
 # The widest code; beyond it use Exact().
 MOST_BITS = 16
 
@@ -77,13 +79,23 @@ def stochastic_bits(e2: float, consumers: Sequence[Consumer], range_: float) -> 
     return _bits(range_, math.sqrt(6 * _allowed(e2, consumers, worst=False)))
 
 
+def checked_e2(argument: str, e2: object) -> float:
+    """Added variance over the squared gradient; `argument` begins a message.
+
+    Raises:
+      ValueError: not a positive number.
+    """
+    return checked_number(
+        e2,
+        lambda x: 0 < x < math.inf,
+        f"{argument}{e2!r}): a positive fraction of the squared gradient is required, "
+        "such as 0.1.",
+    )
+
+
 def _allowed(e2: float, consumers: Sequence[Consumer], worst: bool) -> float:
     """The squared error per element that adds e2; infinite if nothing is added."""
-    if not 0 < e2 < math.inf:
-        raise ValueError(
-            f"e2={e2}: a positive fraction of the squared gradient is required, such "
-            "as 0.1."
-        )
+    checked_e2("acgc_worst_case or stochastic_bits(e2=", e2)
     reach = sum(c.output * c.fan_in * (c.positions if worst else 1) for c in consumers)
     return e2 * sum(c.weight for c in consumers) / reach if reach else math.inf
 

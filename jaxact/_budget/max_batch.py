@@ -173,6 +173,7 @@ def max_batch(
     """
     policies = {"the step": None} if policies is None else policies
     _check(step_of_batch, policies, {"multiple_of": multiple_of, "degree": degree})
+    known = _checked_known(known)
     limit = _limit(target, budget, reserve)
     devices: list[str] = []
 
@@ -187,7 +188,7 @@ def max_batch(
 
     rows = []
     for name, policy in progress(list(policies.items()), "the largest batch"):
-        earlier = dict((known or {}).get(name, {}))
+        earlier = dict(known.get(name, {}))
         search = _Search(limit, multiple_of, degree, earlier)
         while (batch := search.next()) is not None:
             search.sizes[batch] = taken(batch, policy)
@@ -353,3 +354,18 @@ def _check(
                 f"jaxact.max_batch({name}={count!r}): an integer of at least 1 is "
                 f"required, such as {name}=2."
             )
+
+
+def _checked_known(known: object) -> Mapping[str, Mapping[int, int]]:
+    is_mapping = isinstance(known, Mapping | None)
+    several = dict(known or {}) if is_mapping else {}  # type: ignore[call-overload]
+    is_size = lambda x: isinstance(x, int | np.integer) and x is not True and x >= 0
+    if not is_mapping or not all(
+        isinstance(sizes, Mapping) and all(map(is_size, (*sizes, *sizes.values())))
+        for sizes in several.values()
+    ):
+        raise TypeError(
+            f"jaxact.max_batch(known={known!r}): for names of policies the bytes by "
+            "batch are required: {'2 bits': {8: 2**30}}."
+        )
+    return several

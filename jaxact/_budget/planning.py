@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -24,6 +24,7 @@ from jaxact._budget.search import Search
 from jaxact._budget.size import parsed
 from jaxact._budget.solve import COARSE, solve
 from jaxact._codec import Action, Offload
+from jaxact._codec.checks import checked_kind, checked_number
 from jaxact._memory import live, memory
 from jaxact._memory.targets import gpu_of
 from jaxact._policy import Policy
@@ -111,6 +112,7 @@ def plan(
         on_gpu = (*candidates.EVERY, *candidates.ON_HOST)
         actions = on_gpu if has_kernels else candidates.WITHOUT_KERNELS
     _check(of, slowdown, noise, policy, actions)
+    _check_results(measured, earlier)
     if not has_kernels and any(isinstance(a, Offload) for a in actions):
         raise ValueError(
             f"jaxact.plan(actions={actions!r}): Offload needs a device with memory of "
@@ -215,11 +217,12 @@ def _check(
             "all that the step takes of the device."
         )
     for name, bound in (("slowdown", slowdown), ("noise", noise)):
-        if not bound >= 0:
-            raise ValueError(
-                f"jaxact.plan({name}={bound!r}): a bound of at least 0 is required, "
-                f"such as {name}=0.1 for a tenth."
-            )
+        checked_number(
+            bound,
+            lambda x: x >= 0,
+            f"jaxact.plan({name}={bound!r}): a bound of at least 0 is required, "
+            f"such as {name}=0.1 for a tenth.",
+        )
     if policy is not None and not isinstance(policy, Policy):
         raise TypeError(f"jaxact.plan(policy={policy!r}): a jaxact.Policy is required.")
     if policy is not None and policy.recompute is not None:
@@ -227,9 +230,26 @@ def _check(
             f"jaxact.plan(policy=Policy(recompute={policy.recompute!r})): the plan "
             "chooses what is computed again. Give a policy with recompute=None."
         )
-    wrong = [a for a in actions if not isinstance(a, Action)]
-    if wrong or not actions:
+    several = tuple(actions) if isinstance(actions, Iterable) else ()
+    if not several or not all(isinstance(a, Action) for a in several):
         raise TypeError(
             f"jaxact.plan(actions={actions!r}): a sequence of actions is required, "
             "such as [jaxact.Quantize(4), jaxact.Quantize(2)]."
+        )
+
+
+def _check_results(measured: Sensitivity | None, earlier: Plan | None) -> None:
+    if measured is not None:
+        checked_kind(
+            measured,
+            Sensitivity,
+            f"jaxact.plan(measured={type(measured).__name__}): the Sensitivity that "
+            "jaxact.sensitivity measures is required, or None.",
+        )
+    if earlier is not None:
+        checked_kind(
+            earlier,
+            Plan,
+            f"jaxact.plan(earlier={type(earlier).__name__}): the Plan of an earlier "
+            "call is required, or None.",
         )

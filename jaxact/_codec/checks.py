@@ -1,12 +1,16 @@
 """Checks of arguments, with one message each: given, required, write."""
 
+import numbers
 import operator
-from collections.abc import Container
-from typing import SupportsIndex
+from collections.abc import Callable, Container
+from typing import SupportsIndex, TypeVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
+
+T = TypeVar("T")
 
 
 def checked_int(value: object, allowed: Container[int], message: str) -> int:
@@ -24,6 +28,53 @@ def checked_int(value: object, allowed: Container[int], message: str) -> int:
     if number is None or number not in allowed:
         raise ValueError(message)
     return number
+
+
+def checked_number(
+    value: object, is_allowed: Callable[[float], bool], message: str
+) -> float:
+    """`value` as a float: any real number is taken, in an array without axes too.
+
+    Raises:
+      ValueError: with `message`; not a number, a bool, or one that is not allowed.
+    """
+    is_array = isinstance(value, np.ndarray | jax.Array) and value.shape == ()
+    number = value.item() if is_array else value  # type: ignore[attr-defined]
+    is_real = isinstance(number, numbers.Real) and not isinstance(number, bool)
+    if not is_real or not is_allowed(float(number)):  # type: ignore[arg-type]
+        raise ValueError(message)
+    return float(number)  # type: ignore[arg-type]
+
+
+def checked_kind(value: object, kind: type[T], message: str) -> T:
+    """`value`, which has to be of this class.
+
+    Raises:
+      TypeError: with `message`; it is not.
+    """
+    if not isinstance(value, kind):
+        raise TypeError(message)
+    return value
+
+
+def checked_key(argument: str, key: object) -> jax.Array:
+    """A PRNG key; `argument` is the text before it in a message.
+
+    Raises:
+      TypeError: not one key.
+    """
+    if not isinstance(key, jax.Array):
+        raise TypeError(
+            f"{argument}{key!r}: a JAX PRNG key is required, such as jax.random.key(0)."
+        )
+    is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    is_one = key.shape == () if is_typed else key.dtype == jnp.uint32 and key.ndim == 1
+    if not is_one:
+        raise TypeError(
+            f"{argument}{key.dtype}{list(key.shape)}: one JAX PRNG key is required, "
+            "such as jax.random.key(0). For a key each, map the call with jax.vmap."
+        )
+    return key
 
 
 def checked_bits(owner: str, value: object) -> int:

@@ -26,6 +26,7 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from jaxact._checkpoint_policies import PACKED_NAME
 from jaxact._codec import Exact
+from jaxact._codec.checks import checked_key
 from jaxact._decision import Decision
 from jaxact._engine.checkpointed import checkpointed
 from jaxact._engine.custom_rule import with_rule
@@ -117,19 +118,7 @@ def seed_from(key: jax.Array | None) -> Array:
     """A uint32 seed from a JAX PRNG key; 0 without a key."""
     if key is None:
         return np.uint32(0)
-    if not isinstance(key, jax.Array):
-        raise TypeError(
-            f"rounding_key={key!r}: a JAX PRNG key is required, such as "
-            "jax.random.key(0)."
-        )
-    is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    is_one = key.shape == () if is_typed else key.dtype == jnp.uint32 and key.ndim == 1
-    if not is_one:
-        raise TypeError(
-            f"rounding_key={key.dtype}{list(key.shape)}: one JAX PRNG key is required, "
-            "such as jax.random.key(0). For a key each, map the call with jax.vmap."
-        )
-    return jax.random.bits(key, (), jnp.uint32)
+    return jax.random.bits(checked_key("rounding_key=", key), (), jnp.uint32)
 
 
 _NO_GRADIENT: Any = None  # an integer, such as a seed, has none

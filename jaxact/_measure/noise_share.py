@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxact._codec.checks import checked_int, checked_key, checked_number
 from jaxact._engine.warnings import CompressionWarning
 from jaxact._jaxpr.types import PyTree
 from jaxact._saved import Saved
@@ -70,6 +71,7 @@ def noise_share(
       A `NoiseShare`.
 
     Raises:
+      TypeError: `gradient` is no function, `batches` are none, or `key` is none.
       ValueError: fewer than two batches or draws; a batch's gradients are the same at
         all keys.
 
@@ -83,9 +85,24 @@ def noise_share(
       >>> jaxact.noise_share(gradient, batches).share < 0.05
       True
     """
-    if draws < 2:
-        raise ValueError(f"jaxact.noise_share(draws={draws!r}): two are required.")
-    key = jax.random.key(0) if key is None else key
+    call = "jaxact.noise_share"
+    draws = checked_int(
+        draws,
+        range(2, 1 << 20),
+        f"{call}(draws={draws!r}): an integer of two or more is required, such as 2.",
+    )
+    limit = checked_number(
+        limit,
+        lambda x: x >= 0,
+        f"{call}(limit={limit!r}): a share of at least 0 is required, such as 0.1.",
+    )
+    if not callable(gradient) or not isinstance(batches, Iterable):
+        raise TypeError(
+            f"{call}({type(gradient).__name__}, {type(batches).__name__}): a function "
+            "of (batch, rounding key) that gives gradients, and several batches are "
+            "required: noise_share(gradient, [first, second])."
+        )
+    key = jax.random.key(0) if key is None else checked_key(f"{call}(key=", key)
     within, between = 0.0, _Spread()
     for number, batch in enumerate(batches):
         keys = jax.random.split(jax.random.fold_in(key, number), draws)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxact._bits.cost import Sensitivity
-from jaxact._codec.checks import checked_int
+from jaxact._codec.checks import checked_int, checked_key
 from jaxact._compress import compress
 from jaxact._decision import Decision
 from jaxact._engine.storage import BackwardProgram, Packed
@@ -17,7 +17,7 @@ from jaxact._jaxpr.types import PyTree
 from jaxact._measure.census import census
 from jaxact._measure.instrument import Instrument, evaluate_instrumented
 from jaxact._measure.progress import progress
-from jaxact._modules.pure import pure_call
+from jaxact._modules.pure import first_of, pure_call
 from jaxact._plan.forward import active_of, with_active
 from jaxact._policy import Policy
 from jaxact._trace import Flat, is_array
@@ -93,7 +93,8 @@ def sensitivity(
       A `Sensitivity`; residuals that share a key (calls of the same path) share a row.
 
     Raises:
-      TypeError: the loss is not a real scalar.
+      TypeError: the loss is not a real scalar; has_aux and it returns no (loss,
+        anything); key is none.
       ValueError: nothing in `loss_fn` is stored rounded; argnums out of range; draws
         not a positive integer.
     """
@@ -102,6 +103,7 @@ def sensitivity(
         range(1, 1 << 20),
         f"sensitivity(draws={draws!r}): a positive integer is required, such as 2.",
     )
+    key = jax.random.key(0) if key is None else checked_key("sensitivity(key=", key)
     if policy is not None:
         loss_fn = compress(loss_fn, policy=policy)
     call = pure_call(loss_fn, args, kwargs)
@@ -121,7 +123,6 @@ def sensitivity(
         tuple(r.key for r in rounded),
         _position(call.result(rebuild(outputs)), outputs, has_aux),
     )
-    key = jax.random.key(0) if key is None else key
     seeds = jax.random.bits(key, (draws,), jnp.uint32)
     settings = jnp.eye(len(rounded))
     exact = _gradient(program, values, jnp.zeros(len(rounded)), seeds[0])
@@ -190,7 +191,7 @@ def _position(
     loss: PyTree, outputs: Sequence[jax.ShapeDtypeStruct], has_aux: bool
 ) -> int:
     """Which of the outputs the loss is, given the user's result with them in it."""
-    loss = loss[0] if has_aux else loss
+    loss = first_of(loss, "sensitivity") if has_aux else loss
     is_real = is_array(loss) and jnp.issubdtype(loss.dtype, jnp.floating)
     if not is_real or loss.shape != ():
         kind = f"{loss.dtype}{list(loss.shape)}" if is_array(loss) else type(loss)

@@ -211,6 +211,9 @@ def telemetry(fn: Callable[..., PyTree]) -> Telemetry:
 
     Use it every so many steps, for a report, and to set bits by `jaxact.allocate`.
 
+    Raises:
+      TypeError: `fn` is no function.
+
     Example:
       >>> import jax, jax.numpy as jnp, jaxact
       >>> layer = jaxact.compress(lambda w, x: jnp.sin(x @ w), activations='x')
@@ -222,4 +225,9 @@ def telemetry(fn: Callable[..., PyTree]) -> Telemetry:
       >>> [row.key for row in noise.sensitivity().rows]
       ['x', 'sin.derivative']
     """
+    if not callable(fn):
+        raise TypeError(
+            f"jaxact.telemetry: got a value of type {type(fn).__name__}; a function is "
+            "required, such as the loss: telemetry(loss)."
+        )
     return Telemetry(fn)

@@ -48,6 +48,7 @@ def trace_and_compile(
     if target is None:
         traced = traceable.trace(*args, **kwargs)
         return _own(traced), traced.lower().compile(options)
+    gpu_of(target)  # a value that is no name has no hash, perhaps
     device = device_of(target)
     args, kwargs = jax.tree.map(abstract_on(device), (tuple(args), kwargs))
     with described(target), complete_toolchain(target):

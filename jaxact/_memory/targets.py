@@ -263,11 +263,11 @@ def gpu_of(target: str) -> Gpu:
     Raises:
       ValueError: no such target.
     """
-    words = re.sub(r"[^a-z0-9]", "", str(target).lower())
+    words = re.sub(r"[^a-z0-9]", "", target.lower()) if isinstance(target, str) else ""
     name = re.sub(r"^(nvidia|tesla|geforce)+", "", words)
     if name not in TARGETS:
         raise ValueError(
-            f"unknown target {target!r}: choose one of {', '.join(sorted(TARGETS))}, "
-            "or None for the local backend"
+            f"unknown target {target!r}: one of {', '.join(sorted(TARGETS))} is "
+            "required, such as target='h100', or None for the local backend"
         )
     return TARGETS[name]

@@ -1,8 +1,8 @@
 """A call that modules may take part in, as one with arrays alone."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -72,9 +72,10 @@ class PureCall:
         is_float = [jnp.issubdtype(v.dtype, jnp.inexact) for v in values]
         if argnums is None:
             return is_float
-        chosen = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-        num_args = self.num_positional
-        if not {*chosen} <= {*range(-num_args, num_args)}:
+        several = argnums if isinstance(argnums, Iterable) else (argnums,)
+        chosen, num_args = tuple(several), self.num_positional
+        is_whole = all(isinstance(n, SupportsIndex) for n in chosen)
+        if not is_whole or not {*chosen} <= {*range(-num_args, num_args)}:
             raise ValueError(
                 f"argnums={argnums!r}: positions of arguments are required, and the "
                 f"call has {num_args} positional ones, numbered from 0. As by jax.grad,"
@@ -109,6 +110,21 @@ def pure_call(
         if adapter is not None:
             return adapter.purify(fn, args, kwargs)
     return PureCall(fn, args, kwargs)
+
+
+def first_of(result: Any, call: str) -> Any:
+    """The first of (result, anything); `call` is the function's name in a message.
+
+    Raises:
+      TypeError: it is no pair.
+    """
+    if not isinstance(result, tuple | list) or len(result) != 2:
+        raise TypeError(
+            f"jaxact.{call}(has_aux=True): a function that returns (result, anything) "
+            f"is required, and it returned a value of type {type(result).__name__}. "
+            "Leave has_aux out."
+        )
+    return result[0]
 
 
 def _require_function(fn: object) -> None:

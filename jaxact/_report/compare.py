@@ -211,7 +211,8 @@ def compare(
       >>> found["4 bits"].stored_bytes >> 10, found["4 bits"].products
       (432, 72)
     """
-    if not isinstance(steps, Mapping) or not all(map(callable, steps.values())):
+    is_mapping = isinstance(steps, Mapping) and all(isinstance(n, str) for n in steps)
+    if not is_mapping or not all(map(callable, steps.values())):
         raise TypeError(
             f"jaxact.compare({steps!r}): a mapping from names to steps is required: "
             "{'uncompressed': step, 'jaxact': small_step}."

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxact._compress import compress
 from jaxact._jaxpr.rewrite import without_unused
-from jaxact._modules.pure import pure_call
+from jaxact._modules.pure import first_of, pure_call
 from jaxact._plan.forward import trace_forward
 from jaxact._policy import Policy
 from jaxact._report.step import step_residuals
@@ -47,7 +47,7 @@ def residuals(
 
     Raises:
       TypeError: `fn` is no function of arrays, such as a module or a gradient of a
-        compressed function.
+        compressed function; has_aux and it returns no pair.
       ValueError: argnums out of range.
 
     Example:
@@ -74,6 +74,6 @@ def residuals(
 def _without_aux(fn: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(fn)
     def result(*args: Any, **kwargs: Any) -> Any:
-        return fn(*args, **kwargs)[0]
+        return first_of(fn(*args, **kwargs), "residuals")
 
     return result

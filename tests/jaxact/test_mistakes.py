@@ -9,7 +9,7 @@ import pytest
 from jax import checkpoint_policies
 
 import jaxact
-from jaxact import Cast, Exact, Offload, PerSample, Policy, Quantize, Rule
+from jaxact import Cast, Exact, Offload, PerSample, Policy, Quantize, Rule, policies
 
 X = jnp.ones((32, 64))
 W = jnp.ones((64, 64))
@@ -157,6 +157,200 @@ def test_a_mistake_is_answered_with_what_to_write(mistake):
     run, message = MISTAKES[mistake]
     with pytest.raises((TypeError, ValueError), match=re.escape(message)):
         run()
+
+
+STEP = jax.grad(loss)
+COSTS = jaxact.Sensitivity((jaxact.Cost("a", 64, 4, 1.0, 1.0, 2),), signal=1.0)
+ALLOCATED = jaxact.allocate(COSTS, bits=2)
+BATCHES = [X, 2 * X]
+
+
+def gradient(batch, key):
+    return jax.grad(lambda w: jaxact.compress(layer)(w, batch, rounding_key=key).sum())(
+        W
+    )
+
+
+def in_plan(**options):
+    return jaxact.plan(STEP, W, **{"budget": "1GB", **options})
+
+
+def in_max_batch(**options):
+    step_of_batch = lambda n: (STEP, (W,))
+    return jaxact.max_batch(step_of_batch, **{"budget": "1GB", **options})
+
+
+# By the text of the call: the call with one value, wrong ones, a part of the message.
+NO_NUMBERS = "2", None, True, float("nan"), [2], W
+NO_COUNTS = 0, -1, 1.5, "2", None, True, [2]
+WRONG = {
+    "sensitivity(draws)": (
+        lambda v: jaxact.sensitivity(loss, W, draws=v),
+        NO_COUNTS,
+        "a positive integer is required, such as 2",
+    ),
+    "sensitivity(key)": (
+        lambda v: jaxact.sensitivity(loss, W, key=v),
+        (0, "a", jnp.ones(2)),
+        "JAX PRNG key is required, such as jax.random.key(0)",
+    ),
+    "sensitivity(argnums)": (
+        lambda v: jaxact.sensitivity(loss, W, argnums=v),
+        (1.5, "w", 5, [0.5]),
+        "positions of arguments are required",
+    ),
+    "residuals(argnums)": (
+        lambda v: jaxact.residuals(loss, W, argnums=v),
+        (1.5, "w", 5),
+        "positions of arguments are required",
+    ),
+    "residuals(has_aux)": (
+        lambda v: jaxact.residuals(loss, W, has_aux=v),
+        (True,),
+        "(result, anything) is required",
+    ),
+    "sensitivity(has_aux)": (
+        lambda v: jaxact.sensitivity(loss, W, has_aux=v),
+        (True,),
+        "(result, anything) is required",
+    ),
+    "text(width)": (
+        lambda v: jaxact.residuals(loss, W).text(width=v),
+        (0, -3, "80", 1.5),
+        "such as 80, or None",
+    ),
+    "noise_share(draws)": (
+        lambda v: jaxact.noise_share(gradient, BATCHES, draws=v),
+        (1, *NO_COUNTS),
+        "two or more is required, such as 2",
+    ),
+    "noise_share(limit)": (
+        lambda v: jaxact.noise_share(gradient, BATCHES, limit=v),
+        (-1, *NO_NUMBERS),
+        "such as 0.1",
+    ),
+    "noise_share(key)": (
+        lambda v: jaxact.noise_share(gradient, BATCHES, key=v),
+        (0, "a"),
+        "such as jax.random.key(0)",
+    ),
+    "noise_share(gradient)": (
+        lambda v: jaxact.noise_share(v, BATCHES),
+        (3, None),
+        "noise_share(gradient, [first, second])",
+    ),
+    "noise_share(batches)": (
+        lambda v: jaxact.noise_share(gradient, v),
+        (3, None),
+        "noise_share(gradient, [first, second])",
+    ),
+    "telemetry": (jaxact.telemetry, (3, None), "such as the loss: telemetry(loss)"),
+    "actnn": (policies.actnn, (9, 1.0, *NO_NUMBERS), "3: 2 bits on average"),
+    "gact": (policies.gact, (0, 9, *NO_NUMBERS), "such as 2.5"),
+    "division": (policies.division, (0, 9, *NO_NUMBERS), "integer from 1 to 8"),
+    "acgc": (policies.acgc, (0, -1, *NO_NUMBERS), "such as 0.1"),
+    "stochastic_bits": (
+        lambda v: policies.stochastic_bits(v, [], 1.0),
+        (0, *NO_NUMBERS),
+        "such as 0.1",
+    ),
+    "by_name": (policies.by_name, (3, [("a", "remat")]), "{'mlpwi': 'compress:2'}"),
+    "by_name(word)": (
+        lambda v: policies.by_name({"a": v}),
+        (3, None, Quantize, "half"),
+        "an action such as jaxact.Quantize(2), is required",
+    ),
+    "allocate(bits)": (
+        lambda v: jaxact.allocate(COSTS, bits=v),
+        (0, 33, "2", True, float("nan"), [2], W),
+        "such as 2",
+    ),
+    "allocate(e2)": (
+        lambda v: jaxact.allocate(COSTS, e2=v),
+        (0, "2", True, float("nan"), [2], W),
+        "such as 0.1",
+    ),
+    "allocate(ladder)": (
+        lambda v: jaxact.allocate(COSTS, bits=2, ladder=v),
+        (3, None, [], ["a"], [9], [True]),
+        "such as ladder=(1, 2, 4, 8)",
+    ),
+    "reallocate(gain)": (
+        lambda v: jaxact.reallocate(ALLOCATED, COSTS, bits=2, gain=v),
+        (-1, 1, *NO_NUMBERS),
+        "such as 0.25",
+    ),
+    "reallocate(current)": (
+        lambda v: jaxact.reallocate(v, COSTS, bits=2),
+        (3, COSTS),
+        "reallocate(allocation, jaxact.sensitivity(loss, ...), bits=2)",
+    ),
+    "reallocate(measured)": (
+        lambda v: jaxact.reallocate(ALLOCATED, v, bits=2),
+        (3, ALLOCATED),
+        "reallocate(allocation, jaxact.sensitivity(loss, ...), bits=2)",
+    ),
+    "merge": (lambda v: COSTS.merge(v, 0.5), (3, ALLOCATED), "a later Sensitivity"),
+    "merge(momentum)": (
+        lambda v: COSTS.merge(COSTS, v),
+        (-1, 2, *NO_NUMBERS),
+        "from 0 (later only) to 1",
+    ),
+    "allocation.policy": (ALLOCATED.policy, (3, ALLOCATED), "such as Policy(bits=2)"),
+    "plan(slowdown)": (lambda v: in_plan(slowdown=v), (-1, *NO_NUMBERS), "such as"),
+    "plan(noise)": (lambda v: in_plan(noise=v), (-1, *NO_NUMBERS), "such as noise=0.1"),
+    "plan(budget)": (lambda v: in_plan(budget=v), (0, -1, 1.5, "x", None), "'12GB'"),
+    "plan(actions)": (
+        lambda v: in_plan(actions=v),
+        (3, Quantize(2), [], [3]),
+        "[jaxact.Quantize(4), jaxact.Quantize(2)]",
+    ),
+    "plan(measured)": (
+        lambda v: in_plan(measured=v),
+        (3, ALLOCATED),
+        "the Sensitivity that jaxact.sensitivity measures is required",
+    ),
+    "plan(earlier)": (lambda v: in_plan(earlier=v), (3, Policy()), "the Plan of an"),
+    "max_batch(multiple_of)": (
+        lambda v: in_max_batch(multiple_of=v),
+        NO_COUNTS,
+        "such as multiple_of=2",
+    ),
+    "max_batch(degree)": (
+        lambda v: in_max_batch(degree=v),
+        NO_COUNTS,
+        "such as degree=2",
+    ),
+    "max_batch(known)": (
+        lambda v: in_max_batch(known=v),
+        (3, {"the step": 3}, {"the step": {"8": 1}}),
+        "{'2 bits': {8: 2**30}}",
+    ),
+    "memory(target)": (
+        lambda v: jaxact.memory(STEP, W, target=v),
+        (3, "", True, ["h100"]),
+        "such as target='h100'",
+    ),
+    "compare(names)": (
+        lambda v: jaxact.compare({v: STEP}, W),
+        (3, None),
+        "{'uncompressed': step, 'jaxact': small_step}",
+    ),
+    "Policy(recompute)": (
+        lambda v: Policy(recompute=v),
+        (3, jaxact.Checkpoint),
+        "one or more jaxact.Checkpoint",
+    ),
+}
+
+
+@pytest.mark.parametrize("option", WRONG)
+def test_a_wrong_value_is_answered_with_one_that_is_right(option):
+    """They were errors about `<` between types, attributes and iteration."""
+    run, values, message = WRONG[option]
+    for value in values:
+        with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+            run(value)
 
 
 def test_linen_modules_in_place_of_functions():
