@@ -31,10 +31,10 @@ def find_statistics(jaxpr: Jaxpr, facts: Facts) -> set[Var]:
     Args:
       facts: which variables are made from more than parameters.
     """
-    contracted = contracted_in(jaxpr)
     divisors = _divisors(jaxpr)
     # A sum's inverse that the elements of a segment gather is no feature.
-    contracted -= _gathered_inverses(jaxpr)
+    gathered = _gathered_inverses(jaxpr)
+    contracted = contracted_in(jaxpr) - gathered
     statistics = _inside(jaxpr, facts) - contracted
     for eqn in jaxpr.eqns:
         inputs = variables_in(eqn.invars)
@@ -48,7 +48,7 @@ def find_statistics(jaxpr: Jaxpr, facts: Facts) -> set[Var]:
         elif eqn.primitive.name in REDUCTIONS | SCATTERS:
             if v.aval.size < max(x.aval.size for x in inputs):
                 statistics.add(v)
-        elif eqn.primitive.name in RESHAPES | {"gather"}:
+        elif eqn.primitive.name in RESHAPES or v in gathered:
             # GroupNorm's, for each of its channels; a segment's, for each element.
             if not statistics.isdisjoint(inputs):
                 statistics.add(v)
@@ -85,7 +85,7 @@ def _divisors(jaxpr: Jaxpr) -> set[Var]:
         # A broadcast along rows, an epsilon; by segment.
         is_same = keeps_elements(eqn) or name == "gather"
         own = max(_known(eqn.outvars, sizes), default=0)
-        if name in SCATTERS:
+        if name in SCATTERS | {"gather"}:
             divisors.update(v for v in eqn.outvars if v in sizes)
         elif name in MATMULS:
             divisors.update(
