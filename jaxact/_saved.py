@@ -112,7 +112,7 @@ def _decode(data: Any) -> Any:
 
 
 def _name_of(kind: type[Saved]) -> str:
-    """The name of a class in files."""
+    """A class's name in files."""
     return kind.__name__ if _is_own(kind) else _full_name(kind)
 
 
@@ -127,8 +127,8 @@ def _is_own(kind: type[Saved]) -> bool:
 def _kind(name: object) -> type[Saved]:
     """The class that a file means by a name.
 
-    The bare name of a user's class finds it too, as the first files had no more. So
-    does its name in `__main__`, which every script calls its own module.
+    A user's class is found by its bare name too, as the first files had no more; so
+    it is by its name in `__main__`, which every script calls its own module.
 
     Raises:
       ValueError: there is no such class, or several.

@@ -48,7 +48,7 @@ class Flat:
       kinds: each input's.
       paths: each input's name in tables.
       owners: each input's argument, as its number in the call; -1 if closed over.
-      unlabelled: the function that this is `labelled` of.
+      unlabelled: the function whose `labelled` this is.
     """
 
     jaxpr: Jaxpr

@@ -13,7 +13,7 @@ from jaxact._plan.mark import CompressedCall, mark_call
 # Without a repr: JAX takes the text of a function that is traced, for messages.
 @dataclass(frozen=True, eq=False, repr=False)
 class Primal:
-    """The outputs of a call, as a function of what it draws and of its values.
+    """A call's outputs, as a function of its draw and its values.
 
     JAX finds an earlier trace by this object.
     """

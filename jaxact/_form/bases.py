@@ -358,7 +358,7 @@ def _normalized(
 def _with_steps(bases: _Bases, norm: Normalized) -> Normalized:
     """The same map, which gathers its coefficients where it is applied.
 
-    They have as many elements as the array. What they are gathered from has few.
+    They have as many elements as the array, and their sources have few.
     """
     if not norm.is_gathered:
         return norm

@@ -67,7 +67,7 @@ def _result(eqn: Eqn, operands: Sequence[Interval]) -> Interval:
         return _square(operands[0]) if eqn.params["y"] % 2 == 0 else REALS
     if name in ("reduce_sum", "dot_general"):
         return _sum_of_products(operands)
-    if name in SCATTERS:  # of updates, on what was there
+    if name in SCATTERS:  # of updates, to an array
         return _scattered(name, operands[0], operands[-1])
     function = _FUNCTIONS.get(name)
     return REALS if function is None else function(*operands)

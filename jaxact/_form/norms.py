@@ -17,8 +17,8 @@ slope in the divisor is -x / d^2: where d has size 1e-6 for a row in a group, th
 group's step is 1e12 times that. For 64 tokens the noise at 8 bits was 76 times the
 gradient.
 
-Statistics of segments, such as the sums of a softmax over a graph's edges, are gathered
-by the elements of each segment. They are gathered again where an array is stored.
+Segments' statistics, such as the sums in a softmax over a graph's edges, are gathered
+by each segment's elements. They are gathered again where an array is stored.
 """
 
 import dataclasses
@@ -80,7 +80,7 @@ class _Root(NamedTuple):
 
 
 class _Scale(NamedTuple):
-    """What rows are divided by, or multiplied with if it is inverse."""
+    """A divisor of rows, or if it is inverse a factor."""
 
     variable: Var
     is_inverse: bool
@@ -126,13 +126,12 @@ class Norms:
                             continue
                         scale = self._scale(factor.variable, name == "div", x)
                         if scale is not None:
-                            v, is_inverse, may_vanish = scale
                             return Normalized(
                                 None,
-                                v,
-                                is_inverse,
+                                scale.variable,
+                                scale.is_inverse,
                                 factor.axes,
-                                may_vanish,
+                                scale.may_vanish,
                                 factor.is_gathered,
                             )
                     # By segment, its rows have other sizes than those of `x`.
@@ -141,7 +140,7 @@ class Norms:
         return None
 
     def _scale(self, factor: Var, is_divisor: bool, x: Var) -> _Scale | None:
-        """The scale of the rows of `x`, which are multiplied with or divided by one."""
+        """The scale that multiplies or divides rows of `x`."""
         root = self._root(factor)
         if root is not None:
             v, is_inverse, _ = root

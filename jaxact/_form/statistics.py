@@ -73,8 +73,8 @@ def _inside(jaxpr: Jaxpr, facts: Facts) -> set[Var]:
 def _divisors(jaxpr: Jaxpr) -> set[Var]:
     """Values by whose elements other ones are divided, though they may be no smaller.
 
-    Products by which rows are divided, a linear attention's normalizers; reductions of
-    segments, of which there may be as many as elements.
+    Products by which rows are divided, a linear attention's normalizers; segments'
+    reductions, which may be as many as elements.
     """
     sizes: dict[Var, int] = {}  # the largest array that a variable divides
     multiplied: dict[Var, int] = {}  # or is multiplied with

@@ -31,7 +31,7 @@ def source_line(info: SourceInfo) -> str:
 
 
 def is_in_library(place: str) -> bool:
-    """Whether a file, or a line of it, is one of a library's."""
+    """Whether a file, or a line in it, is a library's."""
     return place.startswith(tuple(_folders()))
 
 

@@ -154,7 +154,7 @@ def _evaluate(eqn: Eqn, *values: Any) -> list[Any]:
 
 
 def _inputs_with_tangents(eqn: Eqn) -> tuple[list[Any], list[Any]]:
-    """The types of an equation's inputs, and of their tangents."""
+    """An equation's inputs and their tangents, as types."""
     primals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
     tangents = [
         x if is_float(v) else jax.ShapeDtypeStruct(x.shape, jax.dtypes.float0)

@@ -93,7 +93,7 @@ class Normalized:
 
     @property
     def statistics(self) -> list[Var]:
-        """The variables to keep: the coefficients, or what they are made from."""
+        """The variables to keep: the coefficients, or their sources."""
         return list(self.sources) if self.is_gathered else self.coefficients
 
     def apply(self, x: jax.Array, env: Env) -> jax.Array:
