@@ -306,6 +306,8 @@ class Norms:
             eqn = None if is_literal(v) else self.producers.get(v)
             if eqn is None or v in seen or v.aval.size != factor.aval.size:
                 continue
+            if not eqn.invars:  # as of an iota
+                continue
             seen.add(v)
             name, inputs = eqn.primitive.name, eqn.invars
             last = inputs[-1]
