@@ -50,10 +50,10 @@ def _shifts(bits):
 def fused_encode(x, seed, *, bits, group_size=256):
     layout = layout_of(x.shape, group_size)
     groups = layout.split(x, -np.inf).astype(np.float32)
-    lo, hi, total = summarize(groups, layout, x.dtype)
+    lo, hi, content = summarize(groups, layout, x.dtype)
     metadata = group.metadata(lo, hi, bits, x.dtype)
     line = group.encoding_line(lo, metadata)
-    key = noise.group_keys(seed, noise.own_bits(metadata, total))
+    key = noise.group_keys(seed, noise.own_bits(metadata, content))
     metadata, line, key = lax.optimization_barrier((metadata, line, key))
     tiles = Tiles(layout, bits, 1, separate(bits))
     fixed = functools.partial(_fixed_point, line=line, bits=bits)

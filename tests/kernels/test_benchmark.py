@@ -110,7 +110,10 @@ def test_instructions_leave_room_for_the_speed_aimed_at(tmp_path):
             # The rare branch is no part of the path.
             share = row["instructions_on_path"] / row["instructions_in_kernel"]
             assert 0.5 < share < 0.85
-            assert row["compute_bytes_per_second"] >= 2.9e12
+            # Mosaic GPU, which serves where there is no Triton, adds up the content of
+            # groups by more instructions.
+            least = 2.9e12 if row["implementation"] == "triton" else 2.6e12
+            assert row["compute_bytes_per_second"] >= least
         else:
             assert row["bound"] == "HBM"
 

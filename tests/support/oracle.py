@@ -80,10 +80,11 @@ def hash32(x):
     return x ^ x >> 16
 
 
-def content(values):
-    """The sum of float32 patterns, of which 11 bits count."""
-    patterns = np.ascontiguousarray(values).view(np.uint32).astype(np.uint64)
-    return int(patterns.sum()) & 0x7FF00000
+def content(values, group):
+    """Sums of the patterns' high halves over both halves of a group, 7 bits of each."""
+    patterns = np.ascontiguousarray(values).view(np.uint32).astype(np.uint64) >> 16
+    low, high = patterns[: group // 2].sum(), patterns[group // 2 :].sum()
+    return int(low + (high << np.uint64(16))) & 0x7F007F00
 
 
 def noise(seed, index, zero_point, scale, group, content=0):
@@ -154,7 +155,7 @@ def encode(x, seed, *, bits, group_size, stochastic=True, is_dithered=False):
         zero_point, scale = metadata(values, bits, x.dtype)
         draws = np.full(group, 0x8000, np.uint64)
         if stochastic:
-            own = 0 if is_dithered else content(values)
+            own = 0 if is_dithered else content(values, group)
             draws = noise(seed, index, zero_point, scale, group, own)
         real = codes(values, zero_point, scale, draws[: len(values)], bits)
         words.append(pack(np.pad(real, (0, group - len(real))), bits))
@@ -272,7 +273,7 @@ def planes_encode(x, seed, *, bits, group_size):
             for start in range(0, row, group):
                 part = values[start : start + group]
                 zero, scale = metadata(part, int(b), x.dtype)
-                draws = noise(seed, index, zero, scale, group, content(part))
+                draws = noise(seed, index, zero, scale, group, content(part, group))
                 draws = draws[: len(part)]
                 code = codes(part, zero, scale, draws, int(b))
                 code = np.pad(code, (0, group - len(code)))

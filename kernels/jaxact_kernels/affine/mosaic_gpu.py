@@ -206,7 +206,7 @@ def _encode(
     block.store_groups(metadata_ref, metadata)
     code = _code(block, group.encoding_line(lo, metadata))
     codes: list = [None] * tiles.count
-    own = noise.own_bits(metadata, None if is_dithered else _total(xs))
+    own = noise.own_bits(metadata, None if is_dithered else _content(xs))
     for k, (low, high) in enumerate(_noise_pairs(block, draw, own)):
         partner = k + tiles.count // 2
         codes[k], codes[partner] = code(xs[k], low), code(xs[partner], high)
@@ -238,12 +238,13 @@ def _decode(
         block.store(out_ref, start, x)
 
 
-def _total(xs: list[Tile]) -> jax.Array:
-    """Each group's sum of patterns."""
+def _content(xs: list[Tile]) -> jax.Array:
+    """Each group's content."""
+    patterns = [group.pattern(lax.convert_element_type(x, np.float32)) for x in xs]
+    shifts = (np.uint32(16 * (2 * k // len(xs))) for k in range(len(xs)))
+    sums = functools.reduce(lax.add, map(noise.content, patterns, shifts))
     # Reductions add up signed integers.
-    wide = (lax.convert_element_type(x, np.float32) for x in xs)
-    patterns = (lax.bitcast_convert_type(x, np.int32) for x in wide)
-    total = jnp.sum(functools.reduce(lax.add, patterns), axis=1)
+    total = jnp.sum(lax.bitcast_convert_type(sums, np.int32), axis=1)
     return lax.bitcast_convert_type(total, np.uint32)
 
 

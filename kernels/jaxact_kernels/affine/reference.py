@@ -119,13 +119,13 @@ class Summary(NamedTuple):
     Attributes:
         lo: least finite element; NaN where there is a NaN.
         hi: greatest finite element.
-        total: sum of the elements' patterns, `uint32`; None where decoding draws the
-            noise again, which knows the metadata alone.
+        content: sum of `noise.content`; None where decoding draws the noise again,
+            which knows the metadata alone.
     """
 
     lo: jax.Array
     hi: jax.Array
-    total: jax.Array | None = None
+    content: jax.Array | None = None
 
 
 def encode(
@@ -198,7 +198,7 @@ def quantize(
     line = encoding_line(summary.lo, stored)
     keys = None
     if stochastic:
-        keys = noise.group_keys(seed, noise.own_bits(stored, summary.total))
+        keys = noise.group_keys(seed, noise.own_bits(stored, summary.content))
     # Without the barrier XLA computes these again in each kernel that reads them: a
     # third more code to compile. With one it computes them in one kernel.
     stored, line, keys = lax.optimization_barrier((stored, line, keys))
@@ -266,16 +266,19 @@ def extremes(groups: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]
 
 @jax.named_scope("extremes")
 def summarize(groups: jax.Array, layout: Layout, dtype: DTypeLike) -> Summary:
-    """Each group's extremes, as above, and its total, in one reduction."""
-    patterns = pattern(groups)
+    """Each group's extremes, as above, and its content, in one reduction."""
+    row = (1,) * (groups.ndim - 1) + (layout.group,)
+    element = lax.broadcasted_iota(np.uint32, row, groups.ndim - 1)
+    shift = lax.mul(lax.div(element, np.uint32(layout.group // 2)), np.uint32(16))
+    content = noise.content(pattern(groups), shift)
     if layout.padding:
         is_real = lax.convert_element_type(layout.is_real(), np.uint32)
-        patterns = lax.mul(patterns, is_real)
-    inputs = (*_finite(groups, dtype), patterns)
+        content = lax.mul(content, is_real)
+    inputs = (*_finite(groups, dtype), content)
     join = lambda a, b: (lax.min(a[0], b[0]), lax.max(a[1], b[1]), lax.add(a[2], b[2]))
     axes = (groups.ndim - 1,)
-    lo, hi, total = lax.reduce(inputs, (*ENDS, np.uint32(0)), join, axes)
-    return Summary(*_in_order(lo, hi), total)
+    lo, hi, content = lax.reduce(inputs, (*ENDS, np.uint32(0)), join, axes)
+    return Summary(*_in_order(lo, hi), content)
 
 
 def _finite(groups: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:

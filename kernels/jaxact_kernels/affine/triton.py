@@ -30,9 +30,9 @@ from jaxact_kernels.affine.triton_codes import (
 )
 from jaxact_kernels.affine.triton_extremes import (
     are_ordinary,
+    content_of,
     finite_extremes,
     summarize,
-    total_of,
 )
 from jaxact_kernels.block import Block
 from jaxact_kernels.config import Config, heuristic
@@ -170,25 +170,25 @@ def _encode(
     lo, hi, is_finite = finite_extremes(block, xs, can_pair=not interpret)
     is_ordinary = are_ordinary((lo, hi), is_finite, dtype)
 
-    def own_bits(metadata: jax.Array, total: jax.Array) -> jax.Array:
-        return noise.own_bits(metadata, None if is_dithered else total)
+    def own_bits(metadata: jax.Array, content: jax.Array) -> jax.Array:
+        return noise.own_bits(metadata, None if is_dithered else content)
 
     def ordinary() -> tuple[jax.Array, list[jax.Array]]:
         metadata = group.metadata(lo, hi, tiles.bits, dtype)
         line = group.encoding_line(lo, metadata)
         fixed = ordinary_fixed_point(block, line, is_contracted=interpret)
         # Not before the branch: that takes a tenth more instructions.
-        own = own_bits(metadata, total_of(xs))
+        own = own_bits(metadata, content_of(xs))
         return metadata, tiles.pack(round_tiles(block, xs, fixed, draw, own))
 
     def special() -> tuple[jax.Array, list[jax.Array]]:
         # In a loop that loads each tile once more: a branch that hardly ever runs
         # should hold no registers and take no time to compile.
         load = lambda k: to_float32(block.load(x_ref, k))
-        lo, hi, total = summarize(block, load, group.largest(dtype))
+        lo, hi, content = summarize(block, load, group.largest(dtype))
         metadata = group.metadata(lo, hi, tiles.bits, dtype)
         fixed = fixed_point(block, group.encoding_line(lo, metadata))
-        counter = first_counter(block, draw, own_bits(metadata, total))
+        counter = first_counter(block, draw, own_bits(metadata, content))
 
         def add(k: jax.Array, packed: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
             code = round_tile(block, k, fixed(load(k)), noise_for(block, counter, k))

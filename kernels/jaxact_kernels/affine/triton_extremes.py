@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 from jax.experimental.pallas import triton as plt
 
+from jaxact_kernels import noise
 from jaxact_kernels.affine import group
 from jaxact_kernels.affine.triton_codes import Tile, to_float32
 from jaxact_kernels.block import Block
@@ -74,39 +75,44 @@ def _paired(op: str, a: Tile, b: Tile) -> Tile:
     return joined
 
 
-def total_of(xs: list[Tile]) -> jax.Array:
-    """Each group's sum of patterns; padding, which is 0, adds nothing."""
-    return _over_group(lax.add, _sum, [group.pattern(to_float32(x)) for x in xs])
+def content_of(xs: list[Tile]) -> jax.Array:
+    """Each group's content; padding, which is 0, adds nothing."""
+    patterns = [group.pattern(to_float32(x)) for x in xs]
+    shifts = (np.uint32(16 * (2 * k // len(xs))) for k in range(len(xs)))
+    return _over_group(lax.add, _sum, list(map(noise.content, patterns, shifts)))
 
 
 def summarize(
     block: Block, load: Callable[[jax.Array], Tile], big: np.float32
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Least and greatest finite element, total; see `reference.Summary`."""
+    """Least and greatest finite element, content; see `reference.Summary`."""
+    half = np.int32(block.tiles.count // 2)
 
     def join(k: jax.Array, found: tuple[Tile, ...]) -> tuple[Tile, ...]:
-        lo, hi, nan, total = found
+        lo, hi, nan, content = found
         x = load(k)
         is_ignored = lax.eq(lax.abs(x), np.float32(np.inf))
         is_real = block.is_real(k)
         if is_real is not None:
             is_ignored = lax.bitwise_or(is_ignored, lax.bitwise_not(is_real))
         is_nan = lax.convert_element_type(lax.ne(x, x), np.int32)
+        is_upper = lax.convert_element_type(lax.div(k, half), np.uint32)
+        shift = lax.full(block.shape, is_upper * np.uint32(16), np.uint32)
         return (
             lax.min(lo, group.put(big, is_ignored, x)),
             lax.max(hi, group.put(-big, is_ignored, x)),
             lax.bitwise_or(nan, is_nan),
-            lax.add(total, group.pattern(x)),
+            lax.add(content, noise.content(group.pattern(x), shift)),
         )
 
     ends = (lax.full(block.shape, end, np.float32) for end in (np.inf, -np.inf))
     zeros = (lax.full(block.shape, 0, dtype) for dtype in (np.int32, np.uint32))
     start = (*ends, *zeros)
-    lo, hi, nan, total = lax.fori_loop(0, block.tiles.count, join, start)
+    lo, hi, nan, content = lax.fori_loop(0, block.tiles.count, join, start)
     lo, hi = jnp.min(lo, axis=1), jnp.max(hi, axis=1)
     is_nan = lax.gt(jnp.max(nan, axis=1), np.int32(0))
     lo, hi = group.put(np.float32(np.nan), is_nan, lax.min(lo, hi)), lax.max(lo, hi)
-    return lo, hi, _sum(total, axis=1)
+    return lo, hi, _sum(content, axis=1)
 
 
 def _sum(x: jax.Array, axis: int) -> jax.Array:
