@@ -258,7 +258,7 @@ class Norms:
         return factors
 
     def _statistic(self, v: Var, shape: Shape) -> _Statistic | None:
-        """A value with fewer elements than the array that it is broadcast to."""
+        """A value that is broadcast to an array, or gathered for its elements."""
         axes: Sequence[int] = range(len(v.aval.shape))  # none of a scalar
         eqn = self.producers.get(v)
         if eqn is not None and eqn.primitive.name == "broadcast_in_dim":

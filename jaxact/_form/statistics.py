@@ -84,7 +84,7 @@ def _divisors(jaxpr: Jaxpr) -> set[Var]:
         size = max((v.aval.size for v in eqn.outvars), default=0)
         # A broadcast along rows, an epsilon; by segment.
         is_same = keeps_elements(eqn) or name == "gather"
-        own = max(_known(eqn.outvars, sizes), default=0)
+        own = _largest(eqn.outvars, sizes, 0)
         if name in SCATTERS | {"gather"}:
             divisors.update(v for v in eqn.outvars if v in sizes)
         elif name in MATMULS:
@@ -92,7 +92,7 @@ def _divisors(jaxpr: Jaxpr) -> set[Var]:
                 v for v in eqn.outvars if _ROW * v.aval.size <= sizes.get(v, 0)
             )
         if _is_inverse(eqn):
-            scaled = max(_known(eqn.outvars, multiplied), default=size)
+            scaled = _largest(eqn.outvars, multiplied, size)
             _enlarge(sizes, inputs, max(own, scaled))
         elif name == "div":
             _enlarge(sizes, variables_in(eqn.invars[:1]), own)
@@ -102,9 +102,7 @@ def _divisors(jaxpr: Jaxpr) -> set[Var]:
         if name == "mul" or (name in MATMULS and not contracts(eqn)):
             _enlarge(multiplied, inputs, size)
         elif is_same:
-            _enlarge(
-                multiplied, inputs, max(_known(eqn.outvars, multiplied), default=0)
-            )
+            _enlarge(multiplied, inputs, _largest(eqn.outvars, multiplied, 0))
     return divisors
 
 
@@ -118,8 +116,9 @@ def _is_inverse(eqn: Eqn) -> bool:
     return name == "rsqrt" or (name == "integer_pow" and eqn.params["y"] < 0)
 
 
-def _known(variables: Sequence[Var], sizes: dict[Var, int]) -> list[int]:
-    return [sizes[v] for v in variables if v in sizes]
+def _largest(variables: Sequence[Var], sizes: dict[Var, int], default: int) -> int:
+    """The largest size that is known for one; `default` where none is."""
+    return max((sizes[v] for v in variables if v in sizes), default=default)
 
 
 def _enlarge(sizes: dict[Var, int], variables: Sequence[Var], size: int) -> None:
