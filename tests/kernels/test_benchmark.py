@@ -84,11 +84,15 @@ def test_small_run_checks_times_and_writes(small_run):
 
 
 @thorough
-def test_the_reference_is_three_times_faster_than_a_first_attempt(small_run, tmp_path):
-    if slowdown(small_run[1]["rows"]) < 3:  # once more: other work can spoil a run
-        options = *SMALL_RUN, "--shapes", LARGE
+def test_the_reference_is_twice_as_fast_as_a_first_attempt(small_run, tmp_path):
+    # Alone 3.6 to 6.3 times. The reference uses all cores and the first attempt one, so
+    # that other work on one core in two halves the ratio: no bound above 2 is safe.
+    ratios = [slowdown(small_run[1]["rows"])]
+    options = *SMALL_RUN, "--shapes", LARGE
+    while max(ratios) < 2 and len(ratios) < 4:
         rows = run("run.py", tmp_path / "cpu.json", *options)[1]["rows"]
-        assert slowdown(rows) >= 3
+        ratios.append(slowdown(rows))
+    assert max(ratios) >= 2, ratios
 
 
 @thorough
