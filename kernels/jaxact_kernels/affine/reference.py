@@ -267,9 +267,8 @@ def extremes(groups: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]
 @jax.named_scope("extremes")
 def summarize(groups: jax.Array, layout: Layout, dtype: DTypeLike) -> Summary:
     """Each group's extremes, as above, and its content, in one reduction."""
-    row = (1,) * (groups.ndim - 1) + (layout.group,)
-    element = lax.broadcasted_iota(np.uint32, row, groups.ndim - 1)
-    shift = lax.mul(lax.div(element, np.uint32(layout.group // 2)), np.uint32(16))
+    shift = np.repeat(np.array([0, 16], np.uint32), layout.group // 2)
+    shift = lax.broadcast_in_dim(shift, groups.shape, (groups.ndim - 1,))
     content = noise.content(pattern(groups), shift)
     if layout.padding:
         is_real = lax.convert_element_type(layout.is_real(), np.uint32)
