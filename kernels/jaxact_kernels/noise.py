@@ -46,6 +46,13 @@ def content(pattern: jax.Array, shift: jax.Array | np.uint32) -> jax.Array:
     return lax.shift_left(upper, shift)
 
 
+def content_of_tiles(patterns: Sequence[jax.Array]) -> jax.Array:
+    """The same, added up over tiles that hold the elements of a group in order."""
+    count = len(patterns)
+    shifts = (np.uint32(16 * (2 * k // count)) for k in range(count))
+    return functools.reduce(lax.add, map(content, patterns, shifts))
+
+
 def own_bits(metadata: jax.Array, content: jax.Array | None) -> jax.Array:
     """A group's own part in its key.
 

@@ -241,10 +241,8 @@ def _decode(
 def _content(xs: list[Tile]) -> jax.Array:
     """Each group's content."""
     patterns = [group.pattern(lax.convert_element_type(x, np.float32)) for x in xs]
-    shifts = (np.uint32(16 * (2 * k // len(xs))) for k in range(len(xs)))
-    sums = functools.reduce(lax.add, map(noise.content, patterns, shifts))
-    # Reductions add up signed integers.
-    total = jnp.sum(lax.bitcast_convert_type(sums, np.int32), axis=1)
+    sums = lax.bitcast_convert_type(noise.content_of_tiles(patterns), np.int32)
+    total = jnp.sum(sums, axis=1)  # reductions add up signed integers
     return lax.bitcast_convert_type(total, np.uint32)
 
 

@@ -78,8 +78,7 @@ def _paired(op: str, a: Tile, b: Tile) -> Tile:
 def content_of(xs: list[Tile]) -> jax.Array:
     """Each group's content; padding, which is 0, adds nothing."""
     patterns = [group.pattern(to_float32(x)) for x in xs]
-    shifts = (np.uint32(16 * (2 * k // len(xs))) for k in range(len(xs)))
-    return _over_group(lax.add, _sum, list(map(noise.content, patterns, shifts)))
+    return _sum(noise.content_of_tiles(patterns), axis=1)
 
 
 def summarize(
