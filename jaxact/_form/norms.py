@@ -28,28 +28,26 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 from jaxact._form.intervals import Interval, find_intervals, interval_of
+from jaxact._form.roots import root_in
+from jaxact._form.row_sums import RowSums, are_apart, varies_in_groups
 from jaxact._jaxpr.primitives import CASTS, COPIES, MOVES, SCATTERS
 from jaxact._jaxpr.read import (
+    contracts,
     is_elementwise,
     is_literal,
+    keeps_elements,
     scales_rows,
     variables_in,
 )
-from jaxact._jaxpr.types import Atom, Eqn, Jaxpr, Producers, Shape, Var
+from jaxact._jaxpr.types import Atom, Eqn, Jaxpr, Predicate, Producers, Shape, Var
 from jaxact._plan.storage import Normalized
 
-# Operations that leave elements, and their order.
-_RESHAPES = frozenset("broadcast_in_dim reshape squeeze expand_dims".split())
-# Results that are an operand, or near it.
-_BOUNDING = frozenset("mul add max min clamp select_n".split())
 # Of several arrays or elements of one size they make something of that size.
 _ADDING = (
     MOVES
     | SCATTERS
     | frozenset("abs add add_any gather max reduce_max reduce_sum".split())
 )
-# Groups of the default size hold one row if it has at least so many elements.
-_LONG_ROW = 128
 # The deviations of variances from this on are far from the ends of float32.
 _LEAST_VARIANCE = 1e-20
 
@@ -67,18 +65,6 @@ class _Statistic(NamedTuple):
     is_gathered: bool = False
 
 
-class _Root(NamedTuple):
-    """A root, or another power: a deviation, or its inverse.
-
-    `is_factor_inverse`: whether the factor that it is found in falls where deviations
-    grow.
-    """
-
-    variable: Var
-    is_inverse: bool
-    is_factor_inverse: bool
-
-
 class _Scale(NamedTuple):
     """A divisor of rows, or if it is inverse a factor."""
 
@@ -94,11 +80,13 @@ class Norms:
     Attributes:
       users: the equations that read each variable.
       intervals: for each variable whose values have a bound.
+      sums: those along rows.
     """
 
     producers: Producers
     users: dict[Var, list[Eqn]]
     intervals: dict[Var, Interval]
+    sums: RowSums
 
     def normalizing(self, x: Var) -> Normalized | None:
         """The program's own normalization for `x`, if groups of codes need it."""
@@ -109,44 +97,59 @@ class Norms:
             (mean,) = means
             if (mean.axes, mean.is_gathered) == (found.axes, found.is_gathered):
                 return dataclasses.replace(found, mean=mean.variable)
-        return self._scaled_by(x)
+        return self._scaled_by(x) or self.sums.normalizing(x)
 
     def _scaled_by(self, x: Var) -> Normalized | None:
         """A map without a mean, by a deviation or a divisor among the factors of `x`.
 
-        A norm written by hand may multiply with the gain before it divides.
+        A norm written by hand may multiply with the gain before it divides. Cosines
+        after a product, (a @ b.T) / |a| / |b|, have two scales.
         """
+        found: Normalized | None = None
         todo = [x]
         while todo:
             v = todo.pop()
             for name in ("mul", "div"):
                 for product, factors in self._results(v, name):
                     for factor in factors:
-                        if not _varies(factor.axes, x.aval.shape):
-                            continue
-                        scale = self._scale(factor.variable, name == "div", x)
-                        if scale is not None:
-                            return Normalized(
-                                None,
-                                scale.variable,
-                                scale.is_inverse,
-                                factor.axes,
-                                scale.may_vanish,
-                                factor.is_gathered,
-                            )
+                        own = self._map_by(factor, name == "div", x)
+                        if found is None or own is None:
+                            found = own or found
+                        elif not (found.is_gathered or own.is_gathered) and are_apart(
+                            found.axes, own.axes
+                        ):
+                            return dataclasses.replace(found, then=own)
                     # By segment, its rows have other sizes than those of `x`.
                     if not any(factor.is_gathered for factor in factors):
                         todo.append(product)
-        return None
+        return found
+
+    def _map_by(
+        self, factor: _Statistic, is_divisor: bool, x: Var
+    ) -> Normalized | None:
+        """The map by one factor of `x`, if it is a scale that varies in groups."""
+        if not varies_in_groups(factor.axes, x.aval.shape):
+            return None
+        scale = self._scale(factor.variable, is_divisor, x)
+        if scale is None:
+            return None
+        return Normalized(
+            None,
+            scale.variable,
+            scale.is_inverse,
+            factor.axes,
+            scale.may_vanish,
+            factor.is_gathered,
+        )
 
     def _scale(self, factor: Var, is_divisor: bool, x: Var) -> _Scale | None:
         """The scale that multiplies or divides rows of `x`."""
-        root = self._root(factor)
+        root = root_in(factor, self.producers)
         if root is not None:
             v, is_inverse, _ = root
             return _Scale(v, is_inverse, self._may_vanish(v))
         segments = self._gathered_from(factor)
-        root = None if segments is None else self._root(segments)
+        root = None if segments is None else root_in(segments, self.producers)
         if root is not None:
             return _Scale(factor, root.is_factor_inverse, True)
         # Sums may vanish, and overflow.
@@ -235,6 +238,9 @@ class Norms:
                         continue  # mean - x, or something / x
                     for u in variables_in(others):
                         factors = self._factors(u, x.aval.shape)
+                        if factors is None and self._is_spread(u, x.aval.shape):
+                            axes = tuple(range(len(x.aval.shape)))
+                            factors = [_Statistic(u, axes, is_gathered=True)]
                         if factors is not None:
                             yield eqn.outvars[0], factors
 
@@ -274,13 +280,31 @@ class Norms:
 
     def _is_gathered(self, v: Var) -> bool:
         """Whether elementwise equations make a value from gathered ones alone."""
+        return self._is_made_of(v, lambda u: self._gathered_from(u) is not None)
+
+    def _is_spread(self, v: Var, shape: Shape) -> bool:
+        """Whether elementwise equations make a value from others repeated along axes.
+
+        The norms of rows and columns, |a| * |b| + 1e-8; an outer product.
+        """
+
+        def is_repeated(u: Var) -> bool:
+            eqn = self.producers[u]
+            is_outer = eqn.primitive.name == "dot_general" and not contracts(eqn)
+            is_smaller = all(w.aval.size < u.aval.size for w in eqn.invars)
+            return is_smaller and (is_outer or keeps_elements(eqn))
+
+        return v.aval.shape == shape and self._is_made_of(v, is_repeated)
+
+    def _is_made_of(self, v: Var, is_source: Predicate) -> bool:
+        """Whether elementwise equations make a value from sources alone."""
         todo, seen = [v], {v}
         while todo:
             u = todo.pop()
             eqn = self.producers.get(u)
-            if eqn is None or not (is_elementwise(eqn) or self._gathered_from(u)):
+            if eqn is None or not (is_source(u) or is_elementwise(eqn)):
                 return False
-            if self._gathered_from(u) is None:
+            if not is_source(u):
                 new = [w for w in variables_in(eqn.invars) if w not in seen]
                 todo += new
                 seen.update(new)
@@ -293,43 +317,6 @@ class Norms:
             return None
         return next(iter(variables_in(eqn.invars[:1])), None)
 
-    def _root(self, factor: Var) -> _Root | None:
-        """The deviation in a factor, which may hold a gain or a bound too.
-
-        Flax multiplies rsqrt(variance + epsilon) with the gain first. Others divide by
-        max(size, 1e-6), or size + 1e-6, or by 1 where a size is small.
-        """
-        todo: list[tuple[Atom, bool]] = [(factor, False)]
-        seen: set[Atom] = set()
-        while todo:
-            v, is_over = todo.pop()  # is the factor a number over it
-            eqn = None if is_literal(v) else self.producers.get(v)
-            if eqn is None or v in seen or v.aval.size != factor.aval.size:
-                continue
-            if not eqn.invars:  # as of an iota
-                continue
-            seen.add(v)
-            name, inputs = eqn.primitive.name, eqn.invars
-            last = inputs[-1]
-            falls = name == "rsqrt" or (
-                name == "pow" and is_literal(last) and bool(last.val < 0)
-            )
-            if name in ("sqrt", "rsqrt") or (name == "pow" and is_literal(last)):
-                return _Root(v, falls, falls != is_over)
-            if name in _BOUNDING | _RESHAPES | CASTS | COPIES:
-                todo += [(u, is_over) for u in inputs]
-            elif name == "div":
-                todo += [(inputs[0], is_over), (last, not is_over)]
-            elif name == "integer_pow" and eqn.params["y"] == -1:
-                todo.append((last, not is_over))
-        return None
-
-
-def _varies(axes: _Axes, shape: Shape) -> bool:
-    """Whether a statistic with these axes varies inside a group of codes."""
-    constant = math.prod(shape[max(axes, default=-1) + 1 :])
-    return bool(axes) and constant < _LONG_ROW
-
 
 def norms_in(jaxpr: Jaxpr, producers: Producers) -> Norms:
     """Index `jaxpr` for its normalizations."""
@@ -337,4 +324,6 @@ def norms_in(jaxpr: Jaxpr, producers: Producers) -> Norms:
     for eqn in jaxpr.eqns:
         for v in variables_in(eqn.invars):
             users[v].append(eqn)
-    return Norms(producers, dict(users), find_intervals(jaxpr))
+    intervals = find_intervals(jaxpr)
+    sums = RowSums(producers, users, intervals)
+    return Norms(producers, users, intervals, sums)

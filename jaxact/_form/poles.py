@@ -21,7 +21,7 @@ MARGIN = 0.1
 # Elements of sources for each of an argument's: log(x^2 + y^2).
 _MORE = 2
 # Functions of their first operand with a pole where their domain ends.
-_POLES = {"log": 0.0, "sqrt": 0.0, "rsqrt": 0.0, "log1p": -1.0}
+_POLES = {"log": 0.0, "log2": 0.0, "sqrt": 0.0, "rsqrt": 0.0, "log1p": -1.0}
 
 
 def bases_near_poles(jaxpr: Jaxpr, classes: Classes) -> set[Var]:
@@ -78,18 +78,24 @@ def _arguments(eqn: Eqn, intervals: dict[Var, Interval]) -> Iterator[Atom]:
 
     Without a bound nothing is known: that log(x) is taken says that x is positive.
     """
-    name = eqn.primitive.name
-    if name in _POLES:
-        x, pole = eqn.invars[0], _POLES[name]
-    elif name == "div" or (name == "integer_pow" and eqn.params["y"] < 0):
-        x, pole = eqn.invars[-1], 0.0
-    elif name == "pow" and not _is_power(eqn.invars[1]):
-        x, pole = eqn.invars[0], 0.0
-    else:
+    x, pole = pole_in(eqn)
+    if x is None:
         return
     lo, hi = interval_of(x, intervals)
     if (-math.inf < lo or hi < math.inf) and lo < pole + MARGIN and hi > pole - MARGIN:
         yield x
+
+
+def pole_in(eqn: Eqn) -> tuple[Atom | None, float]:
+    """The operand that an equation has a pole in, and where; None without one."""
+    name, inputs = eqn.primitive.name, eqn.invars
+    if name in _POLES:
+        return inputs[0], _POLES[name]
+    if name == "div" or (name == "integer_pow" and eqn.params["y"] < 0):
+        return inputs[-1], 0.0
+    if name == "pow" and not _is_power(inputs[1]):
+        return inputs[0], 0.0
+    return None, 0.0
 
 
 def _is_power(exponent: Atom) -> bool:

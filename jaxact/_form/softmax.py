@@ -48,7 +48,7 @@ from jaxact._plan.again import again
 from jaxact._plan.fusion import narrowed
 
 # Some are called inside custom rules, such as that of `jax.scipy.special.rel_entr`.
-_WITH_POLES = frozenset("log log1p sqrt rsqrt pow div".split())
+_WITH_POLES = frozenset("log log2 log1p sqrt rsqrt pow div".split())
 
 softmax_p = jex.Primitive("jaxact_softmax")
 softmax_p.multiple_results = True

@@ -37,9 +37,9 @@ COMPARISONS = frozenset("gt lt ge le eq ne".split())
 PIECEWISE = COMPARISONS | frozenset("max min select_n clamp abs".split())
 # One output element for each operand element, by a smooth function.
 SMOOTH = frozenset(
-    "mul div exp exp2 log log1p expm1 tanh logistic integer_pow pow sqrt rsqrt cbrt "
-    "erf erfc erf_inv lgamma digamma sin cos tan asin acos atan atan2 sinh cosh asinh "
-    "acosh atanh square one_minus_square".split()
+    "mul div exp exp2 log log2 log1p expm1 tanh logistic integer_pow pow sqrt rsqrt "
+    "cbrt erf erfc erf_inv lgamma digamma sin cos tan asin acos atan atan2 sinh cosh "
+    "asinh acosh atanh square one_minus_square".split()
 )
 # Piecewise constant.
 STEPS = frozenset("sign round floor ceil is_finite stop_gradient".split()) | COMPARISONS

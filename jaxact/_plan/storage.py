@@ -27,7 +27,7 @@ from jaxact._plan.products import with_products_apart
 from jaxact._policy import Policy
 
 # Values are stored through no smaller deviation, and no larger one than its inverse.
-_LEAST_SCALE = 1e-15
+_LEAST_SCALE = 1e-30
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -75,6 +75,8 @@ class Normalized:
         of the array gather.
       steps: the equations that gather them, where they are not kept themselves.
       sources: variables that `steps` starts from.
+      degree: the deviation is the root with this degree: 2 for a sum of squares.
+      then: another map, by rows along other axes: a matrix has two norms.
     """
 
     mean: Var | None
@@ -85,26 +87,38 @@ class Normalized:
     is_gathered: bool = False
     steps: tuple[Replay, ...] = ()
     sources: tuple[Var, ...] = ()
+    degree: int = 1
+    then: "Normalized | None" = None
 
     @property
     def coefficients(self) -> list[Var]:
-        """The mean, if there is one, and the deviation."""
-        return [v for v in (self.mean, self.deviation) if v is not None]
+        """The mean, if there is one, and the deviation; those in the next map."""
+        own = [v for v in (self.mean, self.deviation) if v is not None]
+        return own + (self.then.coefficients if self.then else [])
 
     @property
     def statistics(self) -> list[Var]:
         """The variables to keep: the coefficients, or their sources."""
         return list(self.sources) if self.is_gathered else self.coefficients
 
+    @property
+    def contents(self) -> Hashable:
+        """Equal for maps by the same values."""
+        own = (self.mean, self.deviation, self.inverse, self.axes, self.degree)
+        return own, self.sources, self.then and self.then.contents
+
     def apply(self, x: jax.Array, env: Env) -> jax.Array:
         """The normalized array to store for `x`, in float32 or wider."""
         mean, scale = self._coefficients(x, env)
         x = x.astype(scale.dtype)
         x = x - mean[0] if mean else x
-        return x * scale if self.inverse else x / scale
+        x = x * scale if self.inverse else x / scale
+        return self.then.apply(x, env) if self.then else x
 
     def undo(self, stored: jax.Array, env: Env, dtype: Dtype) -> jax.Array:
         """`x`, given its normalized array."""
+        if self.then:
+            stored = self.then.undo(stored, env, stored.dtype)
         mean, scale = self._coefficients(stored, env)
         x = stored / scale if self.inverse else stored * scale
         return (x + mean[0] if mean else x).astype(dtype)
@@ -123,13 +137,14 @@ class Normalized:
         env = dict(env) if self.steps else env
         for step in self.steps:
             env.update(zip(step.eqn.outvars, step(env), strict=True))
-        arrays = [env[v].reshape(shape).astype(dtype) for v in self.coefficients]
-        *mean, scale = arrays
+        own = [v for v in (self.mean, self.deviation) if v is not None]
+        *mean, scale = [env[v].reshape(shape).astype(dtype) for v in own]
         if not self.may_vanish:
             return mean, scale
         # A row of zeros has none, in a program that never divides by it.
         is_scale = (scale > _LEAST_SCALE) & (scale < 1 / _LEAST_SCALE)
-        return mean, jnp.where(is_scale, scale, jnp.ones_like(scale))
+        scale = jnp.where(is_scale, scale, jnp.ones_like(scale))
+        return mean, scale if self.degree == 1 else scale ** (1 / self.degree)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -180,10 +195,7 @@ class StoragePlan:
     def contents(self) -> Hashable:
         """Equal for plans for one forward program that are the same."""
         replay = tuple((id(step.eqn), step.side) for step in self.replay)
-        normalized = tuple(
-            (v, norm.mean, norm.deviation, norm.inverse, norm.axes, norm.sources)
-            for v, norm in self.normalized.items()
-        )
+        normalized = tuple((v, n.contents) for v, n in self.normalized.items())
         decisions = tuple(self.decisions.items())
         return decisions, self.kept, replay, self.all_decisions, normalized
 

@@ -57,7 +57,7 @@ _SCALED = frozenset(["scatter-mul", "scatter_mul"])
 _SQUARES = frozenset(["square", "one_minus_square"])
 # Their slopes have poles, or grow without bound towards the end of their domain.
 _POLES = frozenset(
-    "log log1p sqrt rsqrt cbrt pow asin acos acosh atanh erf_inv lgamma digamma "
+    "log log2 log1p sqrt rsqrt cbrt pow asin acos acosh atanh erf_inv lgamma digamma "
     "tan".split()
 )
 # A rounded value may change places with another, and so may their whole gradients: the
