@@ -24,16 +24,16 @@ by each segment's elements. They are gathered again where an array is stored.
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from jaxact._form.intervals import Interval, find_intervals, interval_of
 from jaxact._form.roots import root_in
 from jaxact._form.row_sums import RowSums, are_apart, varies_in_groups
-from jaxact._jaxpr.primitives import CASTS, COPIES, MOVES, SCATTERS
+from jaxact._form.statistics import spread_sums
+from jaxact._jaxpr.primitives import CASTS, COPIES, MATMULS, MOVES, SCATTERS
 from jaxact._jaxpr.read import (
     contracts,
-    is_elementwise,
     is_literal,
     keeps_elements,
     scales_rows,
@@ -81,12 +81,14 @@ class Norms:
       users: the equations that read each variable.
       intervals: for each variable whose values have a bound.
       sums: those along rows.
+      spread: products that give sums to each of the elements that they sum.
     """
 
     producers: Producers
     users: dict[Var, list[Eqn]]
     intervals: dict[Var, Interval]
     sums: RowSums
+    spread: Mapping[Var, set[Var]]
 
     def normalizing(self, x: Var) -> Normalized | None:
         """The program's own normalization for `x`, if groups of codes need it."""
@@ -184,7 +186,8 @@ class Norms:
         The divisor adds up the array, or the array is read nowhere else. Else its rows
         may be alike where the divisor's are not: `h @ w + h / degrees`.
         """
-        if self._is_made_from(divisor, x, _ADDING):
+        adding = _ADDING | MATMULS if self.spread else _ADDING
+        if self._is_made_from(divisor, x, adding):
             return True
         todo = [x]
         while todo:
@@ -297,12 +300,12 @@ class Norms:
         return v.aval.shape == shape and self._is_made_of(v, is_repeated)
 
     def _is_made_of(self, v: Var, is_source: Predicate) -> bool:
-        """Whether elementwise equations make a value from sources alone."""
+        """Whether elementwise equations and moves make a value from sources alone."""
         todo, seen = [v], {v}
         while todo:
             u = todo.pop()
             eqn = self.producers.get(u)
-            if eqn is None or not (is_source(u) or is_elementwise(eqn)):
+            if eqn is None or not (is_source(u) or keeps_elements(eqn)):
                 return False
             if not is_source(u):
                 new = [w for w in variables_in(eqn.invars) if w not in seen]
@@ -311,8 +314,16 @@ class Norms:
         return True
 
     def _gathered_from(self, v: Var) -> Var | None:
-        """The value whose elements `v` gathers by indices."""
+        """The value whose elements `v` gathers: by indices, or one-hot rows."""
         eqn = self.producers.get(v)
+        while eqn is not None and eqn.primitive.name in MOVES:
+            v = eqn.outvars[0]
+            inputs = variables_in(eqn.invars)
+            if not inputs or inputs[0].aval.size < v.aval.size:
+                return None
+            v, eqn = inputs[0], self.producers.get(inputs[0])
+        if v in self.spread:
+            return next(iter(self.spread[v]))
         if eqn is None or eqn.primitive.name != "gather":
             return None
         return next(iter(variables_in(eqn.invars[:1])), None)
@@ -326,4 +337,4 @@ def norms_in(jaxpr: Jaxpr, producers: Producers) -> Norms:
             users[v].append(eqn)
     intervals = find_intervals(jaxpr)
     sums = RowSums(producers, users, intervals)
-    return Norms(producers, users, intervals, sums)
+    return Norms(producers, users, intervals, sums, spread_sums(jaxpr))

@@ -6,7 +6,7 @@ reduction that a product contracts with is none: a pooled feature is an activati
 another.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from jaxact._form.inside import insides
 from jaxact._jaxpr.flow import Facts
@@ -31,10 +31,11 @@ def find_statistics(jaxpr: Jaxpr, facts: Facts) -> set[Var]:
     Args:
       facts: which variables are made from more than parameters.
     """
-    divisors = _divisors(jaxpr)
+    spread = spread_sums(jaxpr)
+    divisors = _divisors(jaxpr, spread)
     # A sum's inverse that the elements of a segment gather is no feature.
-    gathered = _gathered_inverses(jaxpr)
-    contracted = contracted_in(jaxpr) - gathered
+    gathered = _gathered_inverses(jaxpr, spread)
+    contracted = contracted_in(jaxpr) - gathered - (divisors & spread.keys())
     statistics = _inside(jaxpr, facts) - contracted
     for eqn in jaxpr.eqns:
         inputs = variables_in(eqn.invars)
@@ -50,7 +51,7 @@ def find_statistics(jaxpr: Jaxpr, facts: Facts) -> set[Var]:
                 statistics.add(v)
         elif eqn.primitive.name in RESHAPES or v in gathered:
             # GroupNorm's, for each of its channels; a segment's, for each element.
-            if not statistics.isdisjoint(inputs):
+            if v in spread or not statistics.isdisjoint(inputs):
                 statistics.add(v)
         elif keeps_elements(eqn):
             known = [x for x in inputs if x in statistics]
@@ -70,11 +71,35 @@ def _inside(jaxpr: Jaxpr, facts: Facts) -> set[Var]:
     return found
 
 
-def _divisors(jaxpr: Jaxpr) -> set[Var]:
+def spread_sums(jaxpr: Jaxpr) -> dict[Var, set[Var]]:
+    """Products that give many elements the sums of few others, and these sums.
+
+    A softmax by segment divides by onehot @ (onehot.T @ e).
+    """
+    sums: set[Var] = set()
+    spread: dict[Var, set[Var]] = {}
+    for eqn in jaxpr.eqns:
+        inputs = variables_in(eqn.invars)
+        if not inputs or len(eqn.outvars) != 1:
+            continue
+        (v,) = eqn.outvars
+        if keeps_elements(eqn):
+            if any(u in sums and u.aval.size == v.aval.size for u in inputs):
+                sums.add(v)
+        elif eqn.primitive.name in MATMULS | REDUCTIONS | SCATTERS:
+            if _ROW * v.aval.size <= max(u.aval.size for u in inputs):
+                sums.add(v)
+            few = {u for u in inputs if u in sums and _ROW * u.aval.size <= v.aval.size}
+            if few and eqn.primitive.name in MATMULS:
+                spread[v] = few
+    return spread
+
+
+def _divisors(jaxpr: Jaxpr, spread: Collection[Var]) -> set[Var]:
     """Values by whose elements other ones are divided, though they may be no smaller.
 
     Products by which rows are divided, a linear attention's normalizers; segments'
-    reductions, which may be as many as elements.
+    reductions, which may be as many as elements, and their sums that a product spreads.
     """
     sizes: dict[Var, int] = {}  # the largest array that a variable divides
     multiplied: dict[Var, int] = {}  # or is multiplied with
@@ -89,7 +114,9 @@ def _divisors(jaxpr: Jaxpr) -> set[Var]:
             divisors.update(v for v in eqn.outvars if v in sizes)
         elif name in MATMULS:
             divisors.update(
-                v for v in eqn.outvars if _ROW * v.aval.size <= sizes.get(v, 0)
+                v
+                for v in eqn.outvars
+                if _ROW * v.aval.size <= sizes.get(v, 0) or (v in spread and v in sizes)
             )
         if _is_inverse(eqn):
             scaled = _largest(eqn.outvars, multiplied, size)
@@ -127,8 +154,8 @@ def _enlarge(sizes: dict[Var, int], variables: Sequence[Var], size: int) -> None
         sizes[v] = max(sizes.get(v, 0), size)
 
 
-def _gathered_inverses(jaxpr: Jaxpr) -> set[Var]:
-    """Gathered inverses, or inverse roots, of other values."""
+def _gathered_inverses(jaxpr: Jaxpr, spread: Mapping[Var, set[Var]]) -> set[Var]:
+    """Gathered inverses, or inverse roots, of other values; also those to be spread."""
     inverses: set[Var] = set()
     gathered: set[Var] = set()
     for eqn in jaxpr.eqns:
@@ -140,6 +167,9 @@ def _gathered_inverses(jaxpr: Jaxpr) -> set[Var]:
         ):
             inverses.update(eqn.outvars)
             gathered.update(eqn.outvars if name == "gather" else ())
+        for v in spread.keys() & set(eqn.outvars):
+            if not spread[v].isdisjoint(inverses):
+                gathered.update((v, *spread[v]))
     return gathered
 
 
