@@ -141,7 +141,7 @@ def _bases(reading: Reading) -> _Bases:
         return Chooser(jaxpr, classes.with_exact(stored_inside), producers)
 
     chooser = chooser_with(())
-    reasons = ill_conditioned(jaxpr, chooser.classes, producers, reading.facts)
+    reasons = ill_conditioned(chooser, reading.facts, reading.leaves)
     spared = {
         v: reason
         for v, reason in reasons.items()

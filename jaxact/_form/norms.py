@@ -317,7 +317,6 @@ class Norms:
         """The value whose elements `v` gathers: by indices, or one-hot rows."""
         eqn = self.producers.get(v)
         while eqn is not None and eqn.primitive.name in MOVES:
-            v = eqn.outvars[0]
             inputs = variables_in(eqn.invars)
             if not inputs or inputs[0].aval.size < v.aval.size:
                 return None

@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeAlias
 
 from jaxact._form.intervals import Interval, interval_of
 from jaxact._form.poles import MARGIN, pole_in
-from jaxact._jaxpr.primitives import CASTS, COMPARISONS, COPIES, MOVES
+from jaxact._jaxpr.primitives import CASTS, COMPARISONS, COPIES, MOVES, SCATTERS
 from jaxact._jaxpr.read import contracts, is_literal, variables_in
 from jaxact._jaxpr.types import Atom, Eqn, Producers, Shape, Var
 from jaxact._plan.storage import Normalized
@@ -96,6 +96,19 @@ class RowSums:
             return None
         return Normalized(None, v, False, axes, True, degree=sums.degree)
 
+    def are_unlike(self, x: Var) -> bool:
+        """Whether rows or segments that share groups have sums near a pole."""
+        return any(
+            (_is_by_segment(sums) or self._map_by(sums, x) is not None)
+            and self._is_unlike(x, sums.variable)
+            for sums in self._sums(x)
+        )
+
+    def is_exponential(self, x: Var) -> bool:
+        """Whether it is one, or a copy in another dtype."""
+        eqn = self._maker(x, CASTS)
+        return eqn is not None and eqn.primitive.name in _EXPONENTIALS
+
     def _is_unlike(self, x: Var, sums: Var) -> bool:
         """Whether the sums may have any size, and a pole magnifies that."""
         return not self._is_shifted(x, sums) and self._is_near_pole(sums)
@@ -106,7 +119,7 @@ class RowSums:
         seen = {x}
         while todo:
             image = todo.pop(0)
-            if image.variable.aval.size < x.aval.size:
+            if image.variable.aval.size < x.aval.size or _is_by_segment(image):
                 yield image
             for eqn in self.users.get(image.variable, ()):
                 if len(eqn.outvars) != 1 or eqn.outvars[0] in seen:
@@ -140,7 +153,7 @@ class RowSums:
     def _is_shifted(self, x: Var, sums: Var) -> bool:
         """Whether these are exponentials less their maximum, or larger than that."""
         eqn = self._maker(x, CASTS)
-        if eqn is None or eqn.primitive.name not in _EXPONENTIALS:
+        if eqn is None or not self.is_exponential(x):
             return False
         scaled = CASTS | COPIES | {"mul", "div"}
         eqn = self._maker(eqn.invars[0], scaled)
@@ -186,7 +199,14 @@ def _result(eqn: Eqn, image: _Image) -> _Image | None:
         return _Image(out, tuple(left), degree)
     if name == "dot_general" and contracts(eqn):
         return _product(eqn, image)
+    if name in SCATTERS and eqn.invars[-1] is v:
+        return _Image(out, (None,) * out.aval.ndim, degree)
     return _Image(out, _moved(eqn, axes), degree) if name in MOVES else None
+
+
+def _is_by_segment(image: _Image) -> bool:
+    """Whether these are sums over segments, whose axes are not the array's."""
+    return bool(image.axes) and all(i is None for i in image.axes)
 
 
 def _is_number(v: Atom) -> bool:

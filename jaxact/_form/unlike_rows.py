@@ -1,0 +1,47 @@
+"""Exponentials whose rows have unlike sums that no map divides by.
+
+Sums by segment that divide others' sums, (sum e v) / (sum e), are not there for the
+elements; nor are those in the body of a scan, such as Sinkhorn's iterations, for the
+array that it is given. At 8 bits the noise was 2 and 15 gradients. Such exponentials
+stay exact. Networks subtract a maximum first, and keep their memory.
+"""
+
+from collections.abc import Collection, Iterable
+
+from jaxact._form.chooser import Chooser
+from jaxact._form.norms import norms_in
+from jaxact._jaxpr.compat import open_jaxpr
+from jaxact._jaxpr.rewrite import flatten, inlinable_body
+from jaxact._jaxpr.types import Atom, Eqn, Var
+
+
+def bases_in_unlike_rows(
+    chooser: Chooser, needed: Iterable[Atom], kept: Collection[Var]
+) -> set[Var]:
+    """Exponentials that have rows or segments with sums near a pole.
+
+    Args:
+      needed: values that the backward pass reads.
+      kept: bases that stay exact for other reasons.
+    """
+    classes = chooser.classes
+    norms = norms_in(chooser.jaxpr, chooser.producers)
+    found: set[Var] = set()
+    for v in filter(norms.sums.is_exponential, chooser.bases(needed)):
+        own = norms.normalizing(v)
+        if own is not None and all(
+            classes.is_exact(c) or classes.base[c] in kept for c in own.coefficients
+        ):
+            continue
+        scans = [e for e in norms.users.get(v, ()) if e.primitive.name == "scan"]
+        if norms.sums.are_unlike(v) or any(_is_divided(e, v) for e in scans):
+            found.add(v)
+    return found
+
+
+def _is_divided(scan: Eqn, x: Var) -> bool:
+    """Whether the body of a scan divides an array that it is given by its sums."""
+    body, _ = flatten(open_jaxpr(scan.params["jaxpr"])[0], inlinable_body)
+    norms = norms_in(body, {v: eqn for eqn in body.eqns for v in eqn.outvars})
+    pairs = zip(body.invars, scan.invars, strict=True)
+    return any(norms.normalizing(v) is not None for v, given in pairs if given is x)
