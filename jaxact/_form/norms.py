@@ -31,7 +31,14 @@ from jaxact._form.intervals import Interval, find_intervals, interval_of
 from jaxact._form.roots import root_in
 from jaxact._form.row_sums import RowSums, are_apart, varies_in_groups
 from jaxact._form.statistics import spread_sums
-from jaxact._jaxpr.primitives import CASTS, COPIES, MATMULS, MOVES, SCATTERS
+from jaxact._jaxpr.primitives import (
+    CASTS,
+    COPIES,
+    MATMULS,
+    MOVES,
+    RESHAPES,
+    SCATTERS,
+)
 from jaxact._jaxpr.read import (
     contracts,
     is_literal,
@@ -48,6 +55,8 @@ _ADDING = (
     | SCATTERS
     | frozenset("abs add add_any gather max reduce_max reduce_sum".split())
 )
+# Leave elements in their order.
+_KEEPING_ORDER = CASTS | RESHAPES - {"transpose", "rev"}
 # The deviations of variances from this on are far from the ends of float32.
 _LEAST_VARIANCE = 1e-20
 
@@ -170,9 +179,15 @@ class Norms:
 
     def _divisor(self, factor: Var, is_divisor: bool) -> Var | None:
         """The statistic that an array is divided by, or multiplied with 1 over."""
+        if is_divisor:
+            return factor
         eqn = self.producers.get(factor)
-        if is_divisor or eqn is None:
-            return factor if is_divisor else None
+        while eqn is not None and eqn.primitive.name in _KEEPING_ORDER:
+            (operand,) = eqn.invars
+            is_same = operand.aval.size == factor.aval.size
+            eqn = self.producers.get(operand) if is_same else None
+        if eqn is None:
+            return None
         if eqn.primitive.name == "integer_pow" and eqn.params["y"] == -1:
             return next(iter(variables_in(eqn.invars)), None)
         if eqn.primitive.name != "div":

@@ -21,7 +21,7 @@ MARGIN = 0.1
 # Elements of sources for each of an argument's: log(x^2 + y^2).
 _MORE = 2
 # Functions of their first operand with a pole where their domain ends.
-_POLES = {"log": 0.0, "log2": 0.0, "sqrt": 0.0, "rsqrt": 0.0, "log1p": -1.0}
+_POLES = {**dict.fromkeys("log log2 sqrt rsqrt cbrt".split(), 0.0), "log1p": -1.0}
 
 
 def bases_near_poles(jaxpr: Jaxpr, classes: Classes) -> set[Var]:

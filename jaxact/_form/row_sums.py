@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeAlias
 from jaxact._form.intervals import Interval, interval_of
 from jaxact._form.poles import MARGIN, pole_in
 from jaxact._jaxpr.primitives import CASTS, COMPARISONS, COPIES, MOVES, SCATTERS
-from jaxact._jaxpr.read import contracts, is_literal, variables_in
+from jaxact._jaxpr.read import contracts, is_float, is_literal, variables_in
 from jaxact._jaxpr.types import Atom, Eqn, Producers, Shape, Var
 from jaxact._plan.storage import Normalized
 
@@ -33,6 +33,8 @@ _MAXIMA = frozenset("reduce_max cummax pmax scatter-max scatter_max".split())
 # From maxima to the value that scores are shifted by.
 _SHIFTING = MOVES | _MAXIMA | COMPARISONS | frozenset("max select_n gather".split())
 _EXPONENTIALS = frozenset(["exp", "exp2"])
+# Values that a local derivative is made from, at most: that of |x|^3 has nine.
+_NEAR = 16
 
 _Axes: TypeAlias = tuple[int, ...]
 
@@ -62,17 +64,46 @@ class _Image(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowSums:
-    """The sums along rows in one program, by the arrays that they sum."""
+    """The sums along rows in one program, by the arrays that they sum.
+
+    Attributes:
+      users: the equations that read each variable.
+      known: the maps that were asked for.
+    """
 
     producers: Producers
     users: Mapping[Var, Sequence[Eqn]]
     intervals: dict[Var, Interval]
+    known: dict[Var, Normalized | None] = dataclasses.field(default_factory=dict)
 
     def normalizing(self, x: Var) -> Normalized | None:
         """The map that divides by sums near a pole, if groups of codes need it.
 
+        A local derivative has the rows' sizes too: that of a sum of cubes has squares.
+        """
+        todo = [(x, 1)]
+        for _ in range(_NEAR):
+            if not todo:
+                break
+            v, degree = todo.pop(0)
+            own = self._by_own_sums(v)
+            if own is not None:
+                return own.of_power(degree)
+            eqn = self.producers.get(v)
+            if eqn is not None:
+                todo += _operands(eqn, degree)
+        return None
+
+    def _by_own_sums(self, x: Var) -> Normalized | None:
+        """The map by sums over an array itself.
+
         Sinkhorn's iterations divide by sums along rows and along columns.
         """
+        if x not in self.known:
+            self.known[x] = self._find_map(x)
+        return self.known[x]
+
+    def _find_map(self, x: Var) -> Normalized | None:
         found: dict[_Axes, Normalized] = {}
         for sums in self._sums(x):
             own = self._map_by(sums, x)
@@ -202,6 +233,20 @@ def _result(eqn: Eqn, image: _Image) -> _Image | None:
     if name in SCATTERS and eqn.invars[-1] is v:
         return _Image(out, (None,) * out.aval.ndim, degree)
     return _Image(out, _moved(eqn, axes), degree) if name in MOVES else None
+
+
+def _operands(eqn: Eqn, degree: int) -> list[tuple[Var, int]]:
+    """The operands that an array grows like a power of, as it is that of others."""
+    name, inputs = eqn.primitive.name, eqn.invars
+    if name == "square" or (name == "integer_pow" and eqn.params["y"] > 0):
+        degree *= eqn.params.get("y", 2)
+    elif name not in _SCALING:
+        return []
+    elif name == "mul" and inputs[0] is inputs[1]:
+        degree *= 2
+    own = variables_in(inputs[:1] if name == "div" else inputs)
+    shape = eqn.outvars[0].aval.shape
+    return [(v, degree) for v in own if is_float(v) and v.aval.shape == shape]
 
 
 def _is_by_segment(image: _Image) -> bool:

@@ -87,8 +87,13 @@ class Normalized:
     is_gathered: bool = False
     steps: tuple[Replay, ...] = ()
     sources: tuple[Var, ...] = ()
-    degree: int = 1
+    degree: float = 1
     then: "Normalized | None" = None
+
+    def of_power(self, exponent: float) -> "Normalized":
+        """The map for a power with this exponent, if there is no mean."""
+        then = self.then and self.then.of_power(exponent)
+        return dataclasses.replace(self, degree=self.degree / exponent, then=then)
 
     @property
     def coefficients(self) -> list[Var]:
