@@ -316,17 +316,19 @@ class Norms:
 
     def _is_made_of(self, v: Var, is_source: Predicate) -> bool:
         """Whether elementwise equations and moves make a value from sources alone."""
-        todo, seen = [v], {v}
+        todo, seen, has_source = [v], {v}, False
         while todo:
             u = todo.pop()
             eqn = self.producers.get(u)
             if eqn is None or not (is_source(u) or keeps_elements(eqn)):
                 return False
-            if not is_source(u):
-                new = [w for w in variables_in(eqn.invars) if w not in seen]
+            new = [w for w in variables_in(eqn.invars) if w not in seen]
+            if is_source(u):
+                has_source = has_source or bool(new)
+            else:
                 todo += new
                 seen.update(new)
-        return True
+        return has_source
 
     def _gathered_from(self, v: Var) -> Var | None:
         """The value whose elements `v` gathers: by indices, or one-hot rows."""

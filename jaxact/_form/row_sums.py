@@ -33,6 +33,8 @@ _MAXIMA = frozenset("reduce_max cummax pmax scatter-max scatter_max".split())
 # From maxima to the value that scores are shifted by.
 _SHIFTING = MOVES | _MAXIMA | COMPARISONS | frozenset("max select_n gather".split())
 _EXPONENTIALS = frozenset(["exp", "exp2"])
+# In place of an axis: segments, which are no rows.
+_SEGMENT = -1
 # Values that a local derivative is made from, at most: that of |x|^3 has nine.
 _NEAR = 16
 
@@ -54,7 +56,7 @@ class _Image(NamedTuple):
     """A value that grows like a power of an array.
 
     Attributes:
-      axes: for each of its own the array's axis that it is, or None.
+      axes: for each of its own the array's axis that it is, or None; or `_SEGMENT`.
     """
 
     variable: Var
@@ -121,7 +123,11 @@ class RowSums:
         v = sums.variable
         own = [(i, n) for i, n in zip(sums.axes, v.aval.shape, strict=True) if n > 1]
         axes = tuple(i for i, _ in own if i is not None)
-        if len(axes) < len(own) or list(axes) != sorted(set(axes)):
+        if (
+            _is_by_segment(sums)
+            or len(axes) < len(own)
+            or list(axes) != sorted(set(axes))
+        ):
             return None
         if not varies_in_groups(axes, x.aval.shape) or not self._is_unlike(x, v):
             return None
@@ -142,7 +148,8 @@ class RowSums:
 
     def _is_unlike(self, x: Var, sums: Var) -> bool:
         """Whether the sums may have any size, and a pole magnifies that."""
-        return not self._is_shifted(x, sums) and self._is_near_pole(sums)
+        is_shifted = self.is_shifted(x, fewest=sums.aval.size)
+        return not is_shifted and self._is_near_pole(sums)
 
     def _sums(self, x: Var) -> Iterator[_Image]:
         """Sums over some axes, also with weights: reductions, products, segments."""
@@ -181,8 +188,8 @@ class RowSums:
                     seen.update(eqn.outvars)
         return False
 
-    def _is_shifted(self, x: Var, sums: Var) -> bool:
-        """Whether these are exponentials less their maximum, or larger than that."""
+    def is_shifted(self, x: Var, fewest: int) -> bool:
+        """Whether exponentials are those less at least so many maxima."""
         eqn = self._maker(x, CASTS)
         if eqn is None or not self.is_exponential(x):
             return False
@@ -197,7 +204,7 @@ class RowSums:
             if v in seen or maker is None or maker.primitive.name not in _SHIFTING:
                 continue
             seen.add(v)
-            if maker.primitive.name in _MAXIMA and v.aval.size >= sums.aval.size:
+            if maker.primitive.name in _MAXIMA and v.aval.size >= fewest:
                 return True
             todo += variables_in(maker.invars)
         return False
@@ -231,7 +238,7 @@ def _result(eqn: Eqn, image: _Image) -> _Image | None:
     if name == "dot_general" and contracts(eqn):
         return _product(eqn, image)
     if name in SCATTERS and eqn.invars[-1] is v:
-        return _Image(out, (None,) * out.aval.ndim, degree)
+        return _Image(out, (_SEGMENT,) * out.aval.ndim, degree)
     return _Image(out, _moved(eqn, axes), degree) if name in MOVES else None
 
 
@@ -251,7 +258,7 @@ def _operands(eqn: Eqn, degree: int) -> list[tuple[Var, int]]:
 
 def _is_by_segment(image: _Image) -> bool:
     """Whether these are sums over segments, whose axes are not the array's."""
-    return bool(image.axes) and all(i is None for i in image.axes)
+    return _SEGMENT in image.axes
 
 
 def _is_number(v: Atom) -> bool:
@@ -267,16 +274,13 @@ def _product(eqn: Eqn, image: _Image) -> _Image:
     """A product that sums an array, with weights or with itself."""
     v, axes, degree = image
     left, right = eqn.invars
-    _, batch = eqn.params["dimension_numbers"]
-    labels: list[int | None] = []
-    side = 0 if left is v else 1
-    labels += [axes[k] for k in batch[side]]
-    for k, operand in enumerate((left, right)):
-        contracted = eqn.params["dimension_numbers"][0][k]
-        free = [
-            i for i in range(operand.aval.ndim) if i not in (*contracted, *batch[k])
-        ]
-        labels += [axes[i] if k == side else None for i in free]
+    contracted, batch = eqn.params["dimension_numbers"]
+    own = 0 if left is v else 1
+    labels = [axes[i] for i in batch[own]]
+    for side, operand in enumerate((left, right)):
+        inside = (*contracted[side], *batch[side])
+        free = [i for i in range(operand.aval.ndim) if i not in inside]
+        labels += [axes[i] if side == own else None for i in free]
     return _Image(eqn.outvars[0], tuple(labels), degree * (1 + (left is right)))
 
 

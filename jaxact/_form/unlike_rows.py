@@ -34,7 +34,10 @@ def bases_in_unlike_rows(
         ):
             continue
         scans = [e for e in norms.users.get(v, ()) if e.primitive.name == "scan"]
-        if norms.sums.are_unlike(v) or any(_is_divided(e, v) for e in scans):
+        is_divided = any(_is_divided(scan, v) for scan in scans)
+        if norms.sums.are_unlike(v) or (
+            is_divided and not norms.sums.is_shifted(v, fewest=1)
+        ):
             found.add(v)
     return found
 

@@ -191,9 +191,15 @@ def test_rows_of_bfloat16(f):
     assert draw_error(f, SCORES.astype(jnp.bfloat16)) < MOST + 4 / 2**9
 
 
-@pytest.mark.parametrize(
-    "f, x", [case for case in CASES if "epsilon" in case.id or "mean" in case.id]
-)
+WRAPPED = [
+    (EXPONENTIALS["weighted mean"], SCORES),
+    (SIZES["root mean square"], NOISE * jnp.exp(0.3 * OFFSETS)),
+    (COSINES["epsilon"], NOISE[..., :8] * jnp.exp(0.3 * OFFSETS)),
+    (SINKHORN["scanned"], SCORES),
+]
+
+
+@pytest.mark.parametrize("f, x", WRAPPED, ids=["exp", "size", "cosine", "sinkhorn"])
 def test_rows_under_vmap_and_in_a_scan(f, x):
     both = jnp.stack([x, x / 2])
     assert draw_error(jax.vmap(f), both) < MOST
