@@ -19,7 +19,13 @@ from typing import NamedTuple, TypeAlias
 from jaxact._form.intervals import Interval, interval_of
 from jaxact._form.poles import MARGIN, pole_in
 from jaxact._jaxpr.primitives import CASTS, COMPARISONS, COPIES, MOVES, SCATTERS
-from jaxact._jaxpr.read import contracts, is_float, is_literal, variables_in
+from jaxact._jaxpr.read import (
+    contracts,
+    is_float,
+    is_literal,
+    keeps_elements,
+    variables_in,
+)
 from jaxact._jaxpr.types import Atom, Eqn, Producers, Shape, Var
 from jaxact._plan.storage import Normalized
 
@@ -93,8 +99,42 @@ class RowSums:
                 return own.of_power(degree)
             eqn = self.producers.get(v)
             if eqn is not None:
-                todo += _operands(eqn, degree)
+                todo += self._operands(eqn, degree)
         return None
+
+    def _operands(self, eqn: Eqn, degree: int) -> Iterator[tuple[Var, int]]:
+        """The operands that an array grows like a power of, as it is that of others."""
+        name, inputs = eqn.primitive.name, eqn.invars
+        if name == "square" or (name == "integer_pow" and eqn.params["y"] > 0):
+            degree *= eqn.params.get("y", 2)
+        elif name not in _SCALING:
+            return
+        elif name == "mul" and inputs[0] is inputs[1]:
+            degree *= 2
+        shape = eqn.outvars[0].aval.shape
+        for v in variables_in(inputs):
+            others = [u for u in variables_in(inputs) if u is not v]
+            is_scaled = name in ("mul", "div") and any(map(self._has_pole, others))
+            is_alike = is_float(v) and v.aval.shape == shape
+            if is_alike and not is_scaled and (name != "div" or v is inputs[0]):
+                yield v, degree
+
+    def _has_pole(self, factor: Var) -> bool:
+        """Whether a factor is an inverse, or another function with a pole.
+
+        The slope of x / size in the size, -x / size^2, has not the size of x.
+        """
+        todo, seen = [factor], {factor}
+        while todo:
+            eqn = self.producers.get(todo.pop())
+            if eqn is None or not keeps_elements(eqn):
+                continue
+            if pole_in(eqn)[0] is not None:
+                return True
+            new = [v for v in variables_in(eqn.invars) if v not in seen]
+            todo += new
+            seen.update(new)
+        return False
 
     def _by_own_sums(self, x: Var) -> Normalized | None:
         """The map by sums over an array itself.
@@ -240,20 +280,6 @@ def _result(eqn: Eqn, image: _Image) -> _Image | None:
     if name in SCATTERS and eqn.invars[-1] is v:
         return _Image(out, (_SEGMENT,) * out.aval.ndim, degree)
     return _Image(out, _moved(eqn, axes), degree) if name in MOVES else None
-
-
-def _operands(eqn: Eqn, degree: int) -> list[tuple[Var, int]]:
-    """The operands that an array grows like a power of, as it is that of others."""
-    name, inputs = eqn.primitive.name, eqn.invars
-    if name == "square" or (name == "integer_pow" and eqn.params["y"] > 0):
-        degree *= eqn.params.get("y", 2)
-    elif name not in _SCALING:
-        return []
-    elif name == "mul" and inputs[0] is inputs[1]:
-        degree *= 2
-    own = variables_in(inputs[:1] if name == "div" else inputs)
-    shape = eqn.outvars[0].aval.shape
-    return [(v, degree) for v in own if is_float(v) and v.aval.shape == shape]
 
 
 def _is_by_segment(image: _Image) -> bool:
