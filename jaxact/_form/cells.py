@@ -23,6 +23,7 @@ from jaxact._form.derivative import (
     differentiate,
     elimination_order,
     is_product,
+    place_of_derivative,
 )
 from jaxact._jaxpr.primitives import STEPS
 from jaxact._jaxpr.read import (
@@ -80,7 +81,8 @@ def with_cells(jaxpr: Jaxpr, is_exact: Predicate, depends: Predicate) -> Jaxpr:
         # x - mean, gain * x, a residual join: JAX keeps no more.
         if not has_new_slopes and after == before:
             continue
-        cluster = replace(cluster, eliminated=order)
+        place = place_of_derivative(cluster, is_exact)
+        cluster = replace(cluster, eliminated=order, place=place)
         eqn = new_equation(
             cluster.eqns[-1],
             cell_p,

@@ -40,6 +40,7 @@ class Cluster:
       ins: variables from outside; outs: those that are used outside.
       eliminated: vertices to eliminate, in order.
       names: `checkpoint_name`s, by variable.
+      place: the equation that the derivative is named after; None: the last.
     """
 
     eqns: Sequence[Eqn]
@@ -47,6 +48,7 @@ class Cluster:
     outs: Sequence[Var]
     eliminated: Sequence[Var] = ()
     names: dict[Atom, str] = field(default_factory=dict)
+    place: Eqn | None = None
 
 
 def eliminate(edges: Edges, v: Var, times: Operation, plus: Operation) -> None:
@@ -159,6 +161,23 @@ def _planned_slope(
     return next(fresh)  # a tanh's, each step's of a GELU
 
 
+def place_of_derivative(cluster: Cluster, is_exact: Predicate) -> Eqn:
+    """The last equation with a slope to store on a path to an output, or the last.
+
+    The dropout or residual join behind a GELU has none: the array is the GELU's.
+    """
+    edges = _planned_edges(cluster, is_exact, itertools.count())
+    reached = set(cluster.outs)
+    for eqn in cluster.eqns[::-1]:
+        out = eqn.outvars[0]
+        if out not in reached or out not in edges:
+            continue  # a dropout's random number
+        if _arrays({out: edges[out]}):
+            return eqn
+        reached.update(edges[out])
+    return cluster.eqns[-1]
+
+
 def is_product(eqn: Eqn, is_exact: Predicate) -> bool:
     """Whether each slope is the other operand times an exact factor."""
     name = eqn.primitive.name
@@ -191,7 +210,7 @@ def differentiate(
         for i, slope in zip(moving, slopes, strict=True):
             u = eqn.invars[i]
             edges[out][u] = plus(edges[out][u], slope) if u in edges[out] else slope
-    with traced_at(cluster.eqns[-1]), jax.named_scope(DERIVATIVE):
+    with traced_at(cluster.place or cluster.eqns[-1]), jax.named_scope(DERIVATIVE):
         for v in cluster.eliminated:
             if v in edges:
                 eliminate(edges, v, times, plus)
