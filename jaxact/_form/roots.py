@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from jaxact._jaxpr.primitives import CASTS, COPIES
+from jaxact._jaxpr.primitives import CASTS, COPIES, EXPONENTIALS
 from jaxact._jaxpr.read import is_literal
 from jaxact._jaxpr.types import Atom, Producers, Var
 
@@ -11,7 +11,6 @@ _RESHAPES = frozenset("broadcast_in_dim reshape squeeze expand_dims".split())
 # Results that are an operand, or near it.
 _BOUNDING = frozenset("mul add max min clamp select_n".split())
 _LOGARITHMS = frozenset(["log", "log2"])
-_EXPONENTIALS = frozenset(["exp", "exp2"])
 
 
 class Root(NamedTuple):
@@ -64,7 +63,7 @@ def _is_falling_power(v: Var, producers: Producers) -> bool | None:
         return name == "rsqrt"
     if name == "pow" and is_literal(last):
         return bool(last.val < 0)
-    return _is_negative_logarithm(last, producers) if name in _EXPONENTIALS else None
+    return _is_negative_logarithm(last, producers) if name in EXPONENTIALS else None
 
 
 def _is_negative_logarithm(v: Atom, producers: Producers) -> bool | None:

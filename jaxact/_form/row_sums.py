@@ -18,7 +18,14 @@ from typing import NamedTuple, TypeAlias
 
 from jaxact._form.intervals import Interval, interval_of
 from jaxact._form.poles import MARGIN, pole_in
-from jaxact._jaxpr.primitives import CASTS, COMPARISONS, COPIES, MOVES, SCATTERS
+from jaxact._jaxpr.primitives import (
+    CASTS,
+    COMPARISONS,
+    COPIES,
+    EXPONENTIALS,
+    MOVES,
+    SCATTERS,
+)
 from jaxact._jaxpr.read import (
     contracts,
     is_float,
@@ -38,7 +45,6 @@ _SCALING = (
 _MAXIMA = frozenset("reduce_max cummax pmax scatter-max scatter_max".split())
 # From maxima to the value that scores are shifted by.
 _SHIFTING = MOVES | _MAXIMA | COMPARISONS | frozenset("max select_n gather".split())
-_EXPONENTIALS = frozenset(["exp", "exp2"])
 # In place of an axis: segments, which are no rows.
 _SEGMENT = -1
 # Values that a local derivative is made from, at most: that of |x|^3 has nine.
@@ -176,15 +182,16 @@ class RowSums:
     def are_unlike(self, x: Var) -> bool:
         """Whether rows or segments that share groups have sums near a pole."""
         return any(
-            (_is_by_segment(sums) or self._map_by(sums, x) is not None)
-            and self._is_unlike(x, sums.variable)
+            self._is_unlike(x, sums.variable)
+            if _is_by_segment(sums)
+            else self._map_by(sums, x) is not None
             for sums in self._sums(x)
         )
 
     def is_exponential(self, x: Var) -> bool:
         """Whether it is one, or a copy in another dtype."""
         eqn = self._maker(x, CASTS)
-        return eqn is not None and eqn.primitive.name in _EXPONENTIALS
+        return eqn is not None and eqn.primitive.name in EXPONENTIALS
 
     def _is_unlike(self, x: Var, sums: Var) -> bool:
         """Whether the sums may have any size, and a pole magnifies that."""

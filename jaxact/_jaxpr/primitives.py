@@ -32,6 +32,7 @@ JOINS = frozenset("concatenate pad stack".split())
 # Affine in all floating operands together.
 SUMS = frozenset("add sub add_any neg select_n".split()) | JOINS | MOVES
 
+EXPONENTIALS = frozenset(["exp", "exp2"])
 COMPARISONS = frozenset("gt lt ge le eq ne".split())
 # Piecewise linear: the derivative takes a few values, told apart by exact bits.
 PIECEWISE = COMPARISONS | frozenset("max min select_n clamp abs".split())

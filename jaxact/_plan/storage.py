@@ -98,8 +98,12 @@ class Normalized:
     @property
     def coefficients(self) -> list[Var]:
         """The mean, if there is one, and the deviation; those in the next map."""
-        own = [v for v in (self.mean, self.deviation) if v is not None]
-        return own + (self.then.coefficients if self.then else [])
+        return self._own + (self.then.coefficients if self.then else [])
+
+    @property
+    def _own(self) -> list[Var]:
+        """The coefficients without those in the next map."""
+        return [v for v in (self.mean, self.deviation) if v is not None]
 
     @property
     def statistics(self) -> list[Var]:
@@ -142,8 +146,7 @@ class Normalized:
         env = dict(env) if self.steps else env
         for step in self.steps:
             env.update(zip(step.eqn.outvars, step(env), strict=True))
-        own = [v for v in (self.mean, self.deviation) if v is not None]
-        *mean, scale = [env[v].reshape(shape).astype(dtype) for v in own]
+        *mean, scale = [env[v].reshape(shape).astype(dtype) for v in self._own]
         if not self.may_vanish:
             return mean, scale
         # A row of zeros has none, in a program that never divides by it.
