@@ -6,6 +6,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
@@ -284,3 +285,28 @@ def test_planned_elimination_preserves_the_derivative(program, outputs, exact):
     for v, y, t in zip(jaxpr.outvars, want, want_moved, strict=True):
         assert (values[place[v]] == y).all()
         assert (moved[place[v]] == t).all()
+
+
+class Gated(nn.Module):
+    rate: float = 0.0
+    joins: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        with jax.named_scope("glu"):
+            h = jax.nn.silu(nn.Dense(SHAPE[-1])(x)) * nn.Dense(SHAPE[-1])(x)
+        h = nn.Dropout(self.rate, deterministic=not self.rate, name="drop")(h)
+        return nn.Dense(SHAPE[-1])(x + h if self.joins else h)
+
+
+@pytest.mark.parametrize("after", [{}, {"rate": 0.5}, {"joins": True}])
+def test_a_derivative_is_named_after_its_function_and_not_after_what_follows(after):
+    """Dropout and a residual join have no local derivative to store."""
+    net = Gated(**after)
+    variables = net.init(jax.random.key(0), X)
+    rngs = {"dropout": jax.random.key(1)}
+    small = jaxact.compress(lambda x: net.apply(variables, x, rngs=rngs))
+    rows = [r for r in jaxact.residuals(small, X).rows if "derivative" in r.key]
+    assert {row.path for row in rows} == {"Gated/glu/derivative"}
+    # The product that makes a GLU, behind the one inside of its SiLU.
+    assert {row.key.split(".")[0] for row in rows} == {"Gated/glu/derivative/mul#1"}

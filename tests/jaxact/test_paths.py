@@ -295,31 +295,6 @@ def test_linen_paths_are_whole_where_jax_traces_a_block_apart(wrap):
     assert keys == [f"s{i}/block/{key}" for i in range(2) for key in own]
 
 
-class Gated(nn.Module):
-    rate: float = 0.0
-    joins: bool = False
-
-    @nn.compact
-    def __call__(self, x):
-        with jax.named_scope("glu"):
-            h = jax.nn.silu(nn.Dense(WIDTH)(x)) * nn.Dense(WIDTH)(x)
-        h = nn.Dropout(self.rate, deterministic=not self.rate, name="drop")(h)
-        return nn.Dense(WIDTH)(x + h if self.joins else h)
-
-
-@pytest.mark.parametrize("after", [{}, {"rate": 0.5}, {"joins": True}])
-def test_a_derivative_is_named_after_its_function_and_not_after_what_follows(after):
-    """Dropout and a residual join have no local derivative to store."""
-    net = Gated(**after)
-    variables = net.init(jax.random.key(0), X)
-    rngs = {"dropout": jax.random.key(1)}
-    small = jaxact.compress(lambda x: net.apply(variables, x, rngs=rngs))
-    rows = [r for r in jaxact.residuals(small, X).rows if "derivative" in r.key]
-    assert {row.path for row in rows} == {"Gated/glu/derivative"}
-    # The product that makes a GLU, behind the one inside of its SiLU.
-    assert {row.key.split(".")[0] for row in rows} == {"Gated/glu/derivative/mul#1"}
-
-
 @jax.tree_util.register_pytree_node_class
 class Module:
     """A module as Equinox has them: a pytree with a method."""
