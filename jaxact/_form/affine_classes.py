@@ -33,6 +33,10 @@ _SIDES = {
 }
 _Comparisons = dict[Hashable, Var]
 
+# Most bits for an element that backward keeps to have a value exactly, or from another
+# one: what costs more is worth a codec.
+_MOST_BITS = 8
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Classes:
@@ -50,6 +54,7 @@ class Classes:
         it is true where the first operand wins.
       softmaxes: for each softmax's output its exponential, after which it is called.
       names: for each base, the `checkpoint_name` equations of values affine in it.
+      spared: bases that are kept exactly, and cheap functions from them.
     """
 
     statistics: Collection[Var] = ()
@@ -61,6 +66,7 @@ class Classes:
     sides: dict[Var, tuple[Var, bool]] = dataclasses.field(default_factory=dict)
     softmaxes: dict[Var, Var] = dataclasses.field(default_factory=dict)
     names: dict[Var, list[Eqn]] = dataclasses.field(default_factory=dict)
+    spared: set[Var] = dataclasses.field(default_factory=set)
 
     def is_exact(self, v: Atom) -> bool:
         return is_literal(v) or v not in self.base
@@ -106,8 +112,11 @@ def classify(
     comparisons = _comparisons(jaxpr)
     for v in (*jaxpr.constvars, *jaxpr.invars):
         classes.cost[v], classes.needed[v] = 0.0, frozenset()
-        if v in inexact and v not in kept and v.aval.size > small_size:
-            classes.base[v] = v
+        if v in inexact and v.aval.size > small_size:
+            if v in kept:
+                classes.spared.add(v)
+            else:
+                classes.base[v] = v
     for eqn in jaxpr.eqns:
         for v in eqn.outvars:
             # A weight that a shard_map copies to each device is no activation.
@@ -122,6 +131,7 @@ def classify(
                 base = v
             if base is not None and v in kept:
                 classes.cost[v], classes.needed[v] = 0.0, frozenset()
+                classes.spared.add(v)
             elif base is not None:
                 classes.base[v] = base
         source = eqn.invars[0] if eqn.primitive.name == "name" else None
@@ -171,14 +181,17 @@ def _base(
     # Stored themselves, ReLU and dropout need no mask, queries, keys and values get
     # their own groups, and elements that a slice cuts off are not stored.
     smaller = name in SELECTIONS and size < eqn.invars[0].aval.size
-    if masked or smaller or _needs_bits(eqn, size, classes):
+    bits = _bits_needed(eqn, size, classes)
+    if bits > _MOST_BITS and _has_random_factor(eqn, classes):
+        return v
+    if masked or smaller or bits >= 1 or _is_scaled_by_spared(eqn, classes):
         classes.parts[v] = base
         return v
     return base
 
 
-def _needs_bits(eqn: Eqn, size: int, classes: Classes) -> bool:
-    """Whether the exact operands cost a bit or more for each element: dropout.
+def _bits_needed(eqn: Eqn, size: int, classes: Classes) -> float:
+    """Bits that the exact operands cost for each element: dropout's is one.
 
     Statistics of short rows do too. A sum with one, such as x - mean, is better stored
     itself. A product is not: its rows, of which one group holds many, may have scales
@@ -188,7 +201,28 @@ def _needs_bits(eqn: Eqn, size: int, classes: Classes) -> bool:
     exact = [x for x in variables_in(eqn.invars) if classes.is_exact(x)]
     if eqn.primitive.name not in SUMS:
         exact = [x for x in exact if _has_each(x, size, classes)]
-    return 8 * sum(classes.cost[x] for x in exact) >= size
+    return 8 * sum(classes.cost[x] for x in exact) / size
+
+
+def _has_random_factor(eqn: Eqn, classes: Classes) -> bool:
+    """Whether exact operands are made from integers: a sample's noise, from its bits.
+
+    A segment's sums are not, through which a segment softmax is stored.
+    """
+    exact = [x for x in variables_in(eqn.invars) if classes.is_exact(x)]
+    needed = {v for x in exact for v in classes.needed[x]}
+    return not any(map(is_float, needed))
+
+
+def _is_scaled_by_spared(eqn: Eqn, classes: Classes) -> bool:
+    """Whether an exact operand is a factor for each element, known from spared bases.
+
+    A product with exp(d), which may be large where the product is small, has less noise
+    if it is rounded itself, and it needs no d.
+    """
+    return eqn.primitive.name not in SUMS and any(
+        x in classes.spared for x in variables_in(eqn.invars)
+    )
 
 
 def _has_each(x: Var, size: int, classes: Classes) -> bool:
@@ -210,10 +244,11 @@ def _settle(eqn: Eqn, v: Var, classes: Classes, facts: Facts, small_size: int) -
         needed = frozenset().union(*(classes.needed[x] for x in sources))
     cost = sum(classes.cost[x] for x in needed) if is_cheap else keep
     is_large = is_float(v) and v.aval.size > small_size
+    if is_cheap and is_large and not classes.spared.isdisjoint(sources):
+        classes.spared.add(v)
     if is_large and is_activation(facts, v) and v not in classes.statistics:
-        # Costlier than a byte for each element: worth a codec. A look-up in a table as
-        # a product with one-hot rows.
-        if min(cost, keep) > v.aval.size:
+        # A look-up in a table as a product with one-hot rows.
+        if 8 * min(cost, keep) > _MOST_BITS * v.aval.size:
             return False
     if is_cheap and cost <= keep:
         classes.cheap.add(v)

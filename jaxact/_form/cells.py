@@ -25,6 +25,7 @@ from jaxact._form.derivative import (
     is_product,
     place_of_derivative,
 )
+from jaxact._jaxpr.flow import with_tangents
 from jaxact._jaxpr.primitives import STEPS
 from jaxact._jaxpr.read import (
     is_complex,
@@ -69,15 +70,20 @@ def with_cells(jaxpr: Jaxpr, is_exact: Predicate, depends: Predicate) -> Jaxpr:
       depends: whether a variable depends on something differentiated.
     """
     users = _users(jaxpr)
+    moving = with_tangents(jaxpr)
     steps: list[_Step] = []
     grouped: set[int] = set()
     for members in _clusters(jaxpr, depends):
-        cluster = _cluster([jaxpr.eqns[k] for k in members], members, users)
+        cluster = _cluster([jaxpr.eqns[k] for k in members], members, users, moving)
         # A norm's statistics, a cast weight: their derivatives are exact too.
         if all(map(is_exact, cluster.outs)):
             continue
         order, before, after = elimination_order(cluster, is_exact)
-        has_new_slopes = any(_has_new_slope(eqn, is_exact) for eqn in cluster.eqns)
+        has_new_slopes = any(
+            _has_new_slope(eqn, is_exact)
+            for eqn in cluster.eqns
+            if eqn.outvars[0] not in cluster.still
+        )
         # x - mean, gain * x, a residual join: JAX keeps no more.
         if not has_new_slopes and after == before:
             continue
@@ -191,7 +197,9 @@ def _levels(jaxpr: Jaxpr, depends: Predicate) -> dict[Var, int]:
     return level
 
 
-def _cluster(eqns: Sequence[Eqn], members: Sequence[int], users: Users) -> Cluster:
+def _cluster(
+    eqns: Sequence[Eqn], members: Sequence[int], users: Users, moving: set[Var]
+) -> Cluster:
     made = {v for e in eqns for v in e.outvars}
     ins = dict.fromkeys(
         v for e in eqns for v in variables_in(e.invars) if v not in made
@@ -203,7 +211,8 @@ def _cluster(eqns: Sequence[Eqn], members: Sequence[int], users: Users) -> Clust
         if e.primitive.name == "name"
         for v in (*variables_in(e.invars), *e.outvars)
     }
-    return Cluster(tuple(eqns), tuple(ins), tuple(outs), names=names)
+    still = frozenset(v for v in (*ins, *made) if v not in moving)
+    return Cluster(tuple(eqns), tuple(ins), tuple(outs), still=still, names=names)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ eliminated while the number of arrays does not grow.
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +39,7 @@ class Cluster:
     Attributes:
       ins: variables from outside; outs: those that are used outside.
       eliminated: vertices to eliminate, in order.
+      still: variables without a tangent: a dropout's or a sample's random numbers.
       names: `checkpoint_name`s, by variable.
       place: the equation that the derivative is named after; None: the last.
     """
@@ -47,6 +48,7 @@ class Cluster:
     ins: Sequence[Var]
     outs: Sequence[Var]
     eliminated: Sequence[Var] = ()
+    still: Collection[Atom] = ()
     names: dict[Atom, str] = field(default_factory=dict)
     place: Eqn | None = None
 
@@ -134,11 +136,11 @@ def _planned_edges(
     edges: Edges = {}
     for eqn in cluster.eqns:
         out = eqn.outvars[0]
-        if not is_float(out) or eqn.primitive.name in STEPS:
+        if not is_float(out) or eqn.primitive.name in STEPS or out in cluster.still:
             continue
         slopes = edges.setdefault(out, {})
         for i, u in enumerate(eqn.invars):
-            if is_literal(u) or not is_float(u):
+            if is_literal(u) or not is_float(u) or u in cluster.still:
                 continue
             slope = _planned_slope(eqn, i, is_exact, fresh)
             slopes[u] = slope if u not in slopes else next(fresh)

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from jaxact._jaxpr.compat import open_jaxpr, scan_counts
-from jaxact._jaxpr.read import call_body, is_literal
+from jaxact._jaxpr.primitives import STEPS
+from jaxact._jaxpr.read import call_body, is_float, is_literal
 from jaxact._jaxpr.types import Atom, ClosedJaxpr, Eqn, Jaxpr, Var
 
 Facts: TypeAlias = dict[Var, int]
@@ -42,6 +43,21 @@ def flow(
         out = flow_through(eqn, [fact_of(env, v) for v in eqn.invars], transfer, around)
         env.update(zip(eqn.outvars, out, strict=True))
     return env
+
+
+def with_tangents(jaxpr: Jaxpr) -> set[Var]:
+    """The variables that depend on a float input by derivatives, if all inputs move.
+
+    Random numbers do not, nor do numbers made from integers or from steps.
+    """
+
+    def moves(eqn: Eqn, facts: Sequence[int], around: tuple[Eqn, ...]) -> int:
+        is_still = eqn.primitive.name in STEPS or not any(map(is_float, eqn.outvars))
+        return 0 if is_still else union(eqn, facts, around)
+
+    inputs = [*jaxpr.constvars, *jaxpr.invars]
+    found = flow(jaxpr, [int(is_float(v)) for v in inputs], moves)
+    return {v for v, moving in found.items() if moving and is_float(v)}
 
 
 def fact_of(facts: Facts, v: Atom) -> int:
