@@ -21,10 +21,6 @@ class MaskOperation(index.IndexOperation):
 
     bits: int = 1
 
-    @property
-    def is_apart_on_cpu(self) -> bool:
-        return True
-
     def check(self) -> None:
         if self.dtype != np.bool_:
             raise ValueError(
