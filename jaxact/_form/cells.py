@@ -25,7 +25,7 @@ from jaxact._form.derivative import (
     is_product,
     place_of_derivative,
 )
-from jaxact._jaxpr.flow import with_tangents
+from jaxact._jaxpr.flow import differentiated
 from jaxact._jaxpr.primitives import STEPS
 from jaxact._jaxpr.read import (
     is_complex,
@@ -70,7 +70,7 @@ def with_cells(jaxpr: Jaxpr, is_exact: Predicate, depends: Predicate) -> Jaxpr:
       depends: whether a variable depends on something differentiated.
     """
     users = _users(jaxpr)
-    moving = with_tangents(jaxpr)
+    moving = differentiated(jaxpr)
     steps: list[_Step] = []
     grouped: set[int] = set()
     for members in _clusters(jaxpr, depends):

@@ -39,7 +39,7 @@ class Cluster:
     Attributes:
       ins: variables from outside; outs: those that are used outside.
       eliminated: vertices to eliminate, in order.
-      still: variables without a tangent: a dropout's or a sample's random numbers.
+      still: variables that no derivative is for: a sample's random numbers, a metric.
       names: `checkpoint_name`s, by variable.
       place: the equation that the derivative is named after; None: the last.
     """
@@ -169,7 +169,7 @@ def place_of_derivative(cluster: Cluster, is_exact: Predicate) -> Eqn:
     The dropout or residual join behind a GELU has none: the array is the GELU's.
     """
     edges = _planned_edges(cluster, is_exact, itertools.count())
-    reached = set(cluster.outs)
+    reached = {v for v in cluster.outs if v not in cluster.still}
     for eqn in cluster.eqns[::-1]:
         out = eqn.outvars[0]
         if out not in reached or out not in edges:

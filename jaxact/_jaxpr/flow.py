@@ -45,10 +45,10 @@ def flow(
     return env
 
 
-def with_tangents(jaxpr: Jaxpr) -> set[Var]:
-    """The variables that depend on a float input by derivatives, if all inputs move.
+def differentiated(jaxpr: Jaxpr) -> set[Var]:
+    """The variables on a path of derivatives from a float input to an output.
 
-    Random numbers do not, nor do numbers made from integers or from steps.
+    Random numbers are on none, nor is a metric that nothing reads.
     """
 
     def moves(eqn: Eqn, facts: Sequence[int], around: tuple[Eqn, ...]) -> int:
@@ -56,8 +56,12 @@ def with_tangents(jaxpr: Jaxpr) -> set[Var]:
         return 0 if is_still else union(eqn, facts, around)
 
     inputs = [*jaxpr.constvars, *jaxpr.invars]
-    found = flow(jaxpr, [int(is_float(v)) for v in inputs], moves)
-    return {v for v, moving in found.items() if moving and is_float(v)}
+    moving = flow(jaxpr, [int(is_float(v)) for v in inputs], moves)
+    read = {v for v in jaxpr.outvars if not is_literal(v)}
+    for eqn in reversed(jaxpr.eqns):
+        if eqn.primitive.name not in STEPS and not read.isdisjoint(eqn.outvars):
+            read.update(v for v in eqn.invars if not is_literal(v))
+    return {v for v in read if fact_of(moving, v) and is_float(v)}
 
 
 def fact_of(facts: Facts, v: Atom) -> int:

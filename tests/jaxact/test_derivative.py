@@ -310,3 +310,20 @@ def test_a_derivative_is_named_after_its_function_and_not_after_what_follows(aft
     assert {row.path for row in rows} == {"Gated/glu/derivative"}
     # The product that makes a GLU, behind the one inside of its SiLU.
     assert {row.key.split(".")[0] for row in rows} == {"Gated/glu/derivative/mul#1"}
+
+
+@pytest.mark.parametrize("is_result", [False, True], ids=["unread", "stopped"])
+def test_a_derivative_is_not_named_after_a_metric(is_result):
+    """No gradient passes `exp`, so no rule for its path is for a residual."""
+
+    def f(w, x):
+        h = x @ w
+        y = jnp.log1p(h**2)
+        with jax.named_scope("metric"):
+            metric = jax.lax.stop_gradient(jnp.exp(-(h**2)).mean())
+        return (y, metric) if is_result else y
+
+    small = jaxact.compress(f, activations=1)
+    table = jaxact.residuals(small, jnp.ones((SHAPE[-1], 128)), X)
+    keys = [row.key for row in table.rows if "derivative" in row.key]
+    assert keys == ["derivative/log1p"]

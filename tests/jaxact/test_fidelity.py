@@ -255,58 +255,6 @@ def test_activation_near_a_pole(f):
     assert gradient_error(g, MATRIX, X, policy=Policy(bits=8), argnums=(0, 1)) < 0.032
 
 
-def with_noise(body):
-    """A sample's value: of a mean and a deviation in one row, from `noise` times it."""
-
-    def f(w, x, *keys):
-        mean, deviation = jnp.split(x @ w, 2, axis=-1)
-        noise = jax.random.normal(*keys or [jax.random.key(3)], mean.shape)
-        return body(mean, jnp.exp(deviation) * noise)
-
-    return f
-
-
-# exp(deviation) spans e^20: multiplied with a rounded slope, which it vanishes with, it
-# had noise of 0.3 to 17 gradients.
-SAMPLES = {
-    "squashed": with_noise(lambda mean, noise: jnp.tanh(mean + noise)),
-    "its density": with_noise(
-        lambda mean, noise: jnp.log(1 - jnp.tanh(mean + noise) ** 2 + 1e-6)
-    ),
-    "both": with_noise(
-        lambda mean, noise: jnp.log(1 - (a := jnp.tanh(mean + noise)) ** 2 + 1e-6) + a
-    ),
-    "far from a pole": with_noise(
-        lambda mean, noise: jnp.log(1.1 - jnp.tanh(mean + noise) ** 2)
-    ),
-}
-SAMPLED = jax.random.normal(jax.random.key(5), (32 * T, D))
-
-
-@pytest.mark.parametrize("is_data", [False, True], ids=["own key", "key as data"])
-@pytest.mark.parametrize("f", SAMPLES.values(), ids=SAMPLES)
-def test_a_sample_times_its_deviation_is_one_derivative(f, is_data):
-    args = (MATRIX, SAMPLED, *([jax.random.key(3)] if is_data else []))
-    assert gradient_error(f, *args, policy=Policy(bits=8), argnums=(0, 1)) < 0.032
-    small = jaxact.compress(f, policy=Policy(bits=8), activations=range(1, len(args)))
-    # The input and two derivatives; neither what they are made from, nor random bits.
-    table = jaxact.residuals(small, *args)
-    assert table.stored_bytes < 1.1 * (SAMPLED.size + 2 * SAMPLED.size // 2)
-
-
-def test_a_factor_from_exact_values_is_rounded_in_its_product():
-    """h stays exact for a pole only if the backward pass reads it: 290 kB, now 28."""
-
-    def f(w, x, key):
-        h = jnp.tanh(x @ w)
-        return jnp.sqrt(jnp.abs(h * jax.random.normal(key, h.shape)) + 1e-6)
-
-    args = MATRIX, SAMPLED, jax.random.key(3)
-    small = jaxact.compress(f, policy=Policy(bits=8), activations=(1, 2))
-    assert jaxact.residuals(small, *args).stored_bytes < 2.2 * SAMPLED.size
-    assert gradient_error(f, *args, policy=Policy(bits=8), argnums=(0, 1)) < 0.032
-
-
 FAR = {
     "swish": lambda x: x / (1 + jnp.exp(-x)),
     "softplus": lambda x: jnp.log(1 + jnp.exp(x)),
