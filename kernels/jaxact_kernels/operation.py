@@ -53,6 +53,14 @@ class Operation(abc.ABC):
         """Raise `ValueError` where the format does not hold such an array."""
 
     @property
+    def is_called_on_cpu(self) -> bool:
+        """Whether XLA:CPU is slower where it fuses the definition with others.
+
+        What decodes to an array is fused: that saves the array.
+        """
+        return False
+
+    @property
     def scope(self) -> str:
         """Its name in compiled programs and in profiles: 'jaxact.affine.encode'."""
         kind = type(self)

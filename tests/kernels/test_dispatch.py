@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxact_kernels import affine, index, mask
+from jaxact_kernels import affine, index, mask, rotated
 from jaxact_kernels.device import Device, described
 from support.subjects import Affine, sample
 
@@ -64,18 +64,25 @@ def test_on_a_gpu_the_definition_keeps_rows_contiguous(platform, anchored):
         assert axes == sorted(axes, reverse=True)  # innermost first
 
 
-def test_on_a_cpu_an_operation_stays_a_call():
-    """Also behind optimizations: inlined, it is fused, and compiled slowly."""
+def test_on_a_cpu_operations_stay_calls():
+    """Also behind optimizations: inlined they are fused, and compiled slowly."""
 
-    def step(x, seed):
-        stored = affine.encode(x, seed, bits=2, is_fused=True)
-        words = mask.encode(x > 0)
-        like = {"shape": x.shape, "dtype": x.dtype}
-        y = affine.decode(stored, **like, bits=2, is_fused=True)
-        return jnp.where(mask.decode(words, shape=x.shape), y, 0)
+    def calls(f, *args):
+        return jax.jit(f).lower(*args).compile().as_text().count(" call(")
 
-    text = jax.jit(step).lower(X, SEED).compile().as_text()
-    assert text.count(" call(") == 4
+    like = {"shape": X.shape, "dtype": X.dtype, "bits": 2}
+    encode = lambda x, seed: affine.encode(x, seed, bits=2, is_fused=True)
+    assert calls(encode, X, SEED) == 1
+    stored = jax.eval_shape(encode, X, SEED)
+    # Fused with what reads it, so that there is no array in float32.
+    assert calls(lambda s: affine.decode(s, **like, is_fused=True), stored) == 0
+    rotate = lambda x, seed: rotated.encode(x, seed, bits=2)
+    assert calls(rotate, X, SEED) == 1
+    stored = jax.eval_shape(rotate, X, SEED)
+    assert calls(lambda s: rotated.decode(s, **like), stored) == 1
+    assert calls(lambda x: mask.encode(x > 0), X) == 1
+    words = jax.eval_shape(lambda x: mask.encode(x > 0), X)
+    assert calls(lambda w: mask.decode(w, shape=SHAPE), words) == 1
 
 
 def test_every_format_has_a_kernel():

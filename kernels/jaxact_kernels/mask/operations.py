@@ -21,6 +21,10 @@ class MaskOperation(index.IndexOperation):
 
     bits: int = 1
 
+    @property
+    def is_called_on_cpu(self) -> bool:
+        return True
+
     def check(self) -> None:
         if self.dtype != np.bool_:
             raise ValueError(

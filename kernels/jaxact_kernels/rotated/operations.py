@@ -29,6 +29,12 @@ class RotatedOperation(CodedOperation):
 
     format = "rotated"
 
+    @property
+    def is_called_on_cpu(self) -> bool:
+        # A rotation makes arrays anyway: two blocks of width 256 take 43 MiB this way,
+        # and 63 where it is fused.
+        return True
+
     def check(self) -> None:
         super().check()
         if self.is_adaptive and self.bits == HALF_BIT:
