@@ -61,13 +61,11 @@ class Allocated:
       first: the policy, whose formats are measured; in use until then.
       ladder: the bits to choose from.
       at: when they are measured and bits are given anew, as shares of the training.
-      is_of_steps: whether noise in the optimizer's step counts, not in the gradient.
     """
 
     first: jaxact.Policy
     ladder: tuple[float, ...] = (1, 2, 3, 4, 6, 8, 16)
     at: tuple[float, ...] = (0.1, 0.25, 0.5, 0.75)
-    is_of_steps: bool = False
 
     def steps(self, num_steps: int) -> list[int]:
         return [int(share * num_steps) for share in self.at]
@@ -86,7 +84,6 @@ ONE_BIT = jaxact.Policy(
     default=jaxact.Adaptive(1),
     rules=(jaxact.Rule(jaxact.Adaptive(2), primitive="exp"),),
 )
-WITH_HALF = (0.5, 1, 2, 3, 4, 6, 8, 16)
 CONFIGS: dict[str, Config] = {
     "uncompressed": None,
     "4bits": jaxact.Policy(),
@@ -98,8 +95,7 @@ CONFIGS: dict[str, Config] = {
     "2bits-adaptive": jaxact.Policy(default=jaxact.Adaptive(2)),
     "1bit-adaptive": jaxact.Policy(default=jaxact.Adaptive(1)),
     "1bit-allocated": Allocated(ONE_BIT),
-    "1bit-allocated-half": Allocated(ONE_BIT, WITH_HALF),
-    "1bit-allocated-steps": Allocated(ONE_BIT, WITH_HALF, is_of_steps=True),
+    "1bit-allocated-half": Allocated(ONE_BIT, (0.5, 1, 2, 3, 4, 6, 8, 16)),
     "4bits-dots": jaxact.Policy(bits=4, recompute=DOTS),
     "2bits-dots": jaxact.Policy(bits=2, recompute=DOTS),
 }
@@ -107,12 +103,6 @@ CONFIGS: dict[str, Config] = {
 
 def schedule(peak: float, steps: int) -> optax.Schedule:
     return optax.warmup_cosine_decay_schedule(0.0, peak, steps // 10, steps)
-
-
-def factors_of(optimizer: Any) -> Any:
-    """What Adam multiplies a gradient's elements with, up to its rate and momentum."""
-    adam, *_ = optimizer
-    return jax.tree.map(lambda nu: 1 / (jnp.sqrt(nu) + 1e-8), adam.nu)
 
 
 class TextTask:
@@ -168,12 +158,8 @@ class TextTask:
         tokens = jax.ShapeDtypeStruct((16, self.net.length + 1), jnp.int32)
         return jaxact.residuals(self.loss, self.net.shapes, tokens)
 
-    def sensitivity(
-        self, state: Any, batch: Any, *, is_of_steps: bool = False
-    ) -> jaxact.Sensitivity:
-        params, optimizer = state
-        factors = factors_of(optimizer) if is_of_steps else None
-        return jaxact.sensitivity(self.loss, params, *batch, preconditioner=factors)
+    def sensitivity(self, state: Any, batch: Any) -> jaxact.Sensitivity:
+        return jaxact.sensitivity(self.loss, state[0], *batch)
 
     def _step(self, state: Any, tokens: Any) -> tuple[Any, Any]:
         params, optimizer = state
@@ -224,18 +210,9 @@ class ImageTask:
             self.trainer.loss, state.params, state.batch_stats, *batch
         )
 
-    def sensitivity(
-        self, state: Any, batch: Any, *, is_of_steps: bool = False
-    ) -> jaxact.Sensitivity:
-        factors = factors_of(state.opt_state) if is_of_steps else None
+    def sensitivity(self, state: Any, batch: Any) -> jaxact.Sensitivity:
         values = state.params, state.batch_stats
-        return jaxact.sensitivity(
-            self.trainer.loss,
-            *values,
-            *batch,
-            has_aux=True,
-            preconditioner=factors,
-        )
+        return jaxact.sensitivity(self.trainer.loss, *values, *batch, has_aux=True)
 
 
 TASKS = {"text": TextTask, "images": ImageTask}
@@ -264,9 +241,7 @@ def run(
     start, state, seconds = time.perf_counter(), task.init(seed), []
     for step, batch in enumerate(task.batches(seed)):
         if isinstance(config, Allocated) and step in config.steps(task.num_steps):
-            of = config.is_of_steps
-            measured = first.sensitivity(state, batch, is_of_steps=of)
-            task = make(config.policy(measured))
+            task = make(config.policy(first.sensitivity(state, batch)))
         before = time.perf_counter()
         state, loss = jax.block_until_ready(task.step(state, *batch))
         seconds.append(time.perf_counter() - before)

@@ -59,7 +59,6 @@ def sensitivity(
     policy: Policy | None = None,
     draws: int = 2,
     key: jax.Array | None = None,
-    preconditioner: PyTree = None,
     **kwargs: PyTree,
 ) -> Sensitivity:
     """Measure the error that rounding each residual adds to a loss's gradient.
@@ -89,10 +88,6 @@ def sensitivity(
       draws: with 2, a residual's variance is known to about 1 / sqrt(2 n), n being the
         number of independent errors in its gradient: usually far below 10 %.
       key: JAX PRNG key for the rounding; draws with the same key are the same.
-      preconditioner: arrays that g and g^ are multiplied with before they are compared,
-        a tree like the differentiated arguments. An optimizer that divides by a running
-        size of the gradient, as Adam does, also enlarges the error where that is small:
-        1 / (sqrt(nu) + eps), with nu from its state, measures the error of its step.
 
     Returns:
       A `Sensitivity`; residuals that share a key (calls of the same path) share a row.
@@ -101,7 +96,7 @@ def sensitivity(
       TypeError: the loss is not a real scalar; has_aux and it returns no (loss,
         anything); key is none.
       ValueError: nothing in `loss_fn` is stored rounded; argnums out of range; draws
-        not a positive integer; a preconditioner of other shapes than the gradient's.
+        not a positive integer.
     """
     draws = checked_int(
         draws,
@@ -130,13 +125,11 @@ def sensitivity(
     )
     seeds = jax.random.bits(key, (draws,), jnp.uint32)
     settings = jnp.eye(len(rounded))
-    factors = _factors(preconditioner, active_of(values, active))
-    gradient_of = functools.partial(_gradient, program, values, factors)
-    exact = gradient_of(jnp.zeros(len(rounded)), seeds[0])
+    exact = _gradient(program, values, jnp.zeros(len(rounded)), seeds[0])
     signal = float(_size(exact))
     rows = []
     for i, residual in enumerate(progress(rounded, "rounding each residual")):
-        gradients = (gradient_of(settings[i], seed) for seed in seeds)
+        gradients = (_gradient(program, values, settings[i], seed) for seed in seeds)
         errors = [float(_distance(gradient, exact)) for gradient in gradients]
         rows.append(residual.cost(sum(errors) / draws, signal))
     return Sensitivity(tuple(rows), signal)
@@ -158,30 +151,9 @@ class _Gradient:
     position: int
 
 
-def _factors(
-    preconditioner: PyTree, weights: Sequence[jax.Array]
-) -> list[jax.Array] | None:
-    """The preconditioner's arrays, one for each of the gradient's."""
-    if preconditioner is None:
-        return None
-    factors = [jnp.asarray(x) for x in jax.tree.leaves(preconditioner)]
-    given, required = ([x.shape for x in arrays] for arrays in (factors, weights))
-    if given != required:
-        raise ValueError(
-            "jaxact.sensitivity(preconditioner=...): arrays with the shapes of the "
-            f"gradient are required, {required}, in a tree like the differentiated "
-            f"arguments; not {given}."
-        )
-    return factors
-
-
 @functools.partial(jax.jit, static_argnums=0)
 def _gradient(
-    program: _Gradient,
-    values: list[jax.Array],
-    factors: list[jax.Array] | None,
-    settings: jax.Array,
-    seed: jax.Array,
+    program: _Gradient, values: list[jax.Array], settings: jax.Array, seed: jax.Array
 ) -> list[jax.Array]:
     """The gradient with the residuals rounded whose setting is not 0."""
     probe = dict(zip(program.keys, settings, strict=True))
@@ -192,10 +164,7 @@ def _gradient(
         outputs = evaluate_instrumented(Switch(), flat, inputs, probe, seed)
         return outputs[program.position]
 
-    gradient = jax.grad(loss)(active_of(values, program.active))
-    if factors is None:
-        return gradient
-    return [g * x.astype(g.dtype) for g, x in zip(gradient, factors, strict=True)]
+    return jax.grad(loss)(active_of(values, program.active))
 
 
 @jax.jit

@@ -196,51 +196,7 @@ def test_the_argument_may_be_a_module_in_any_place():
     np.testing.assert_allclose(found.signal, wanted, rtol=1e-5)
 
 
-def test_errors_of_a_preconditioned_gradient():
-    """As those in coordinates z, with w = w0 + factor * z."""
-    loss = network(Policy(bits=2))
-    factors = [
-        jnp.exp(jax.random.normal(key, w.shape))
-        for key, w in zip(KEYS, WS, strict=False)
-    ]
-    scaled = lambda zs, x: loss(
-        [w + a * z for w, a, z in zip(WS, factors, zs, strict=True)], x
-    )
-    found = jaxact.sensitivity(loss, WS, X, preconditioner=factors)
-    wanted = jaxact.sensitivity(scaled, [jnp.zeros_like(w) for w in WS], X)
-    np.testing.assert_allclose(found.signal, wanted.signal, rtol=1e-5)
-    for row, known in zip(found.rows, wanted.rows, strict=True):
-        assert row.key == known.key
-        np.testing.assert_allclose(row.variance, known.variance, rtol=1e-3)
-
-
-@pytest.mark.parametrize("name", ["bias", "first", "second", "scale"])
-def test_a_preconditioner_is_ordered_as_an_optimizer_s_state(name):
-    """A module's parameters are: one alone has a factor that is not 0."""
-
-    class Model(nnx.Module):
-        def __init__(self, rngs):
-            self.second = nnx.Linear(128, 128, rngs=rngs)
-            self.norm = nnx.LayerNorm(128, rngs=rngs)
-            self.first = nnx.Linear(128, 128, rngs=rngs)
-
-        def __call__(self, x):
-            return self.second(nnx.gelu(self.norm(self.first(x))))
-
-    model = Model(nnx.Rngs(0))
-    loss = lambda m, x: jnp.square(m(x)).mean()
-    gradient = nnx.grad(loss)(model, X)
-    chosen = lambda path, g: jnp.full(g.shape, name in jax.tree_util.keystr(path), "f4")
-    factors = jax.tree_util.tree_map_with_path(chosen, gradient)
-    small = jaxact.compress(model, policy=Policy(bits=8))
-    found = jaxact.sensitivity(loss, small, X, preconditioner=factors)
-    sizes = jax.tree.map(lambda g, a: jnp.square(a * g).sum(), gradient, factors)
-    np.testing.assert_allclose(found.signal, sum(jax.tree.leaves(sizes)), rtol=1e-4)
-
-
 def test_what_is_wrong_is_said():
-    with pytest.raises(ValueError, match="shapes of the gradient are required"):
-        jaxact.sensitivity(network(Policy()), WS, X, preconditioner=WS[0])
     with pytest.raises(ValueError, match="has 1 positional ones"):
         jaxact.sensitivity(lambda x: jnp.square(x).sum(), X, argnums=1)
     with pytest.raises(ValueError, match="nothing in the loss is stored rounded"):
