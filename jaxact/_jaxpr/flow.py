@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from jaxact._jaxpr.compat import open_jaxpr, scan_counts
 from jaxact._jaxpr.primitives import STEPS
-from jaxact._jaxpr.read import call_body, is_float, is_literal
+from jaxact._jaxpr.read import call_body, is_float, is_literal, variables_in
 from jaxact._jaxpr.types import Atom, ClosedJaxpr, Eqn, Jaxpr, Var
 
 Facts: TypeAlias = dict[Var, int]
@@ -48,20 +48,19 @@ def flow(
 def differentiated(jaxpr: Jaxpr) -> set[Var]:
     """The variables on a path of derivatives from a float input to an output.
 
-    Random numbers are on none, nor is a metric that nothing reads.
+    Random numbers are on none, nor is a metric that nothing reads. A call is on one
+    whatever it does inside: a custom rule may give a step a derivative.
     """
-
-    def moves(eqn: Eqn, facts: Sequence[int], around: tuple[Eqn, ...]) -> int:
-        is_still = eqn.primitive.name in STEPS or not any(map(is_float, eqn.outvars))
-        return 0 if is_still else union(eqn, facts, around)
-
-    inputs = [*jaxpr.constvars, *jaxpr.invars]
-    moving = flow(jaxpr, [int(is_float(v)) for v in inputs], moves)
-    read = {v for v in jaxpr.outvars if not is_literal(v)}
-    for eqn in reversed(jaxpr.eqns):
-        if eqn.primitive.name not in STEPS and not read.isdisjoint(eqn.outvars):
-            read.update(v for v in eqn.invars if not is_literal(v))
-    return {v for v in read if fact_of(moving, v) and is_float(v)}
+    moving = {v for v in (*jaxpr.constvars, *jaxpr.invars) if is_float(v)}
+    eqns = [eqn for eqn in jaxpr.eqns if eqn.primitive.name not in STEPS]
+    for eqn in eqns:
+        if not moving.isdisjoint(variables_in(eqn.invars)):
+            moving.update(filter(is_float, eqn.outvars))
+    read = set(variables_in(jaxpr.outvars))
+    for eqn in reversed(eqns):
+        if not read.isdisjoint(eqn.outvars):
+            read.update(variables_in(eqn.invars))
+    return moving & read
 
 
 def fact_of(facts: Facts, v: Atom) -> int:
