@@ -141,8 +141,9 @@ def temp_bytes(f):
 
 
 def test_an_unused_output_costs_no_memory():
-    # Before it was 1.4 times as much: the hidden layer's cosine, packed.
-    assert temp_bytes(network(with_hidden)) <= 1.02 * temp_bytes(network(mlp))
+    # Before it was 1.4 times as much: the hidden layer's cosine, packed. In JAX 0.10
+    # XLA packs one array, 0.5 of 15 MiB, before or after another one is free: 3 %.
+    assert temp_bytes(network(with_hidden)) <= 1.04 * temp_bytes(network(mlp))
 
 
 @thorough
