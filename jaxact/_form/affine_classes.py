@@ -198,10 +198,14 @@ def _bits_needed(eqn: Eqn, size: int, classes: Classes) -> float:
     that the operand's have not (x / (s^2 + 1) with the rows' sums s, before a norm: at
     8 bits an error of 4 gradients).
     """
-    exact = [x for x in variables_in(eqn.invars) if classes.is_exact(x)]
+    exact = _exact_operands(eqn, classes)
     if eqn.primitive.name not in SUMS:
         exact = [x for x in exact if _has_each(x, size, classes)]
     return 8 * sum(classes.cost[x] for x in exact) / size
+
+
+def _exact_operands(eqn: Eqn, classes: Classes) -> list[Var]:
+    return [x for x in variables_in(eqn.invars) if classes.is_exact(x)]
 
 
 def _has_random_factor(eqn: Eqn, classes: Classes) -> bool:
@@ -209,8 +213,7 @@ def _has_random_factor(eqn: Eqn, classes: Classes) -> bool:
 
     A segment's sums are not, through which a segment softmax is stored.
     """
-    exact = [x for x in variables_in(eqn.invars) if classes.is_exact(x)]
-    needed = {v for x in exact for v in classes.needed[x]}
+    needed = {v for x in _exact_operands(eqn, classes) for v in classes.needed[x]}
     return not any(map(is_float, needed))
 
 
@@ -244,12 +247,12 @@ def _settle(eqn: Eqn, v: Var, classes: Classes, facts: Facts, small_size: int) -
         needed = frozenset().union(*(classes.needed[x] for x in sources))
     cost = sum(classes.cost[x] for x in needed) if is_cheap else keep
     is_large = is_float(v) and v.aval.size > small_size
-    if is_cheap and is_large and not classes.spared.isdisjoint(sources):
-        classes.spared.add(v)
     if is_large and is_activation(facts, v) and v not in classes.statistics:
         # A look-up in a table as a product with one-hot rows.
         if 8 * min(cost, keep) > _MOST_BITS * v.aval.size:
             return False
+    if is_cheap and is_large and not classes.spared.isdisjoint(sources):
+        classes.spared.add(v)
     if is_cheap and cost <= keep:
         classes.cheap.add(v)
         classes.cost[v], classes.needed[v] = cost, needed

@@ -25,7 +25,6 @@ from jaxact._form.derivative import (
     is_product,
     place_of_derivative,
 )
-from jaxact._jaxpr.flow import differentiated
 from jaxact._jaxpr.primitives import STEPS
 from jaxact._jaxpr.read import (
     is_complex,
@@ -70,7 +69,7 @@ def with_cells(jaxpr: Jaxpr, is_exact: Predicate, depends: Predicate) -> Jaxpr:
       depends: whether a variable depends on something differentiated.
     """
     users = _users(jaxpr)
-    moving = differentiated(jaxpr)
+    moving = _differentiated(jaxpr)
     steps: list[_Step] = []
     grouped: set[int] = set()
     for members in _clusters(jaxpr, depends):
@@ -102,6 +101,24 @@ def with_cells(jaxpr: Jaxpr, is_exact: Predicate, depends: Predicate) -> Jaxpr:
     return with_outputs(jaxpr, _in_order([*steps, *others]), jaxpr.outvars)
 
 
+def _differentiated(jaxpr: Jaxpr) -> set[Var]:
+    """The variables on a path of derivatives from a float input to an output.
+
+    Random numbers are on none, nor is a metric that nothing reads. A call is on one
+    whatever it does inside: a custom rule may give a step a derivative.
+    """
+    moving = {v for v in (*jaxpr.constvars, *jaxpr.invars) if is_float(v)}
+    eqns = [eqn for eqn in jaxpr.eqns if eqn.primitive.name not in STEPS]
+    for eqn in eqns:
+        if not moving.isdisjoint(variables_in(eqn.invars)):
+            moving.update(filter(is_float, eqn.outvars))
+    read = set(variables_in(jaxpr.outvars))
+    for eqn in reversed(eqns):
+        if not read.isdisjoint(eqn.outvars):
+            read.update(variables_in(eqn.invars))
+    return moving & read
+
+
 def _users(jaxpr: Jaxpr) -> Users:
     users: Users = defaultdict(set)
     for k, eqn in enumerate(jaxpr.eqns):
@@ -117,11 +134,11 @@ def _has_new_slope(eqn: Eqn, is_exact: Predicate) -> bool:
 
     A tanh's or a logistic's, so a GELU's and a SiLU's too.
     """
-    if not is_float(eqn.outvars[0]) or all(map(is_exact, eqn.invars)):
+    if all(map(is_exact, eqn.invars)):
         return False
     name = eqn.primitive.name
     # A softmax's exponential is its own slope; a ReLU's is a bit.
-    if name in STEPS or name in ("exp", "square") or is_piecewise_linear(eqn):
+    if name in ("exp", "square") or is_piecewise_linear(eqn):
         return False
     if name == "integer_pow" and eqn.params["y"] == 2:  # the square of a variance
         return False

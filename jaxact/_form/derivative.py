@@ -39,7 +39,7 @@ class Cluster:
     Attributes:
       ins: variables from outside; outs: those that are used outside.
       eliminated: vertices to eliminate, in order.
-      still: variables that no derivative is for: a sample's random numbers, a metric.
+      still: variables that no derivative is for: masks, random numbers, a metric.
       names: `checkpoint_name`s, by variable.
       place: the equation that the derivative is named after; None: the last.
     """
@@ -136,11 +136,11 @@ def _planned_edges(
     edges: Edges = {}
     for eqn in cluster.eqns:
         out = eqn.outvars[0]
-        if not is_float(out) or eqn.primitive.name in STEPS or out in cluster.still:
+        if out in cluster.still:
             continue
         slopes = edges.setdefault(out, {})
         for i, u in enumerate(eqn.invars):
-            if is_literal(u) or not is_float(u) or u in cluster.still:
+            if is_literal(u) or u in cluster.still:
                 continue
             slope = _planned_slope(eqn, i, is_exact, fresh)
             slopes[u] = slope if u not in slopes else next(fresh)
@@ -169,7 +169,7 @@ def place_of_derivative(cluster: Cluster, is_exact: Predicate) -> Eqn:
     The dropout or residual join behind a GELU has none: the array is the GELU's.
     """
     edges = _planned_edges(cluster, is_exact, itertools.count())
-    reached = {v for v in cluster.outs if v not in cluster.still}
+    reached = set(cluster.outs)
     for eqn in cluster.eqns[::-1]:
         out = eqn.outvars[0]
         if out not in reached or out not in edges:

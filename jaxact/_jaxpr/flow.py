@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from jaxact._jaxpr.compat import open_jaxpr, scan_counts
-from jaxact._jaxpr.primitives import STEPS
-from jaxact._jaxpr.read import call_body, is_float, is_literal, variables_in
+from jaxact._jaxpr.read import call_body, is_literal
 from jaxact._jaxpr.types import Atom, ClosedJaxpr, Eqn, Jaxpr, Var
 
 Facts: TypeAlias = dict[Var, int]
@@ -43,24 +42,6 @@ def flow(
         out = flow_through(eqn, [fact_of(env, v) for v in eqn.invars], transfer, around)
         env.update(zip(eqn.outvars, out, strict=True))
     return env
-
-
-def differentiated(jaxpr: Jaxpr) -> set[Var]:
-    """The variables on a path of derivatives from a float input to an output.
-
-    Random numbers are on none, nor is a metric that nothing reads. A call is on one
-    whatever it does inside: a custom rule may give a step a derivative.
-    """
-    moving = {v for v in (*jaxpr.constvars, *jaxpr.invars) if is_float(v)}
-    eqns = [eqn for eqn in jaxpr.eqns if eqn.primitive.name not in STEPS]
-    for eqn in eqns:
-        if not moving.isdisjoint(variables_in(eqn.invars)):
-            moving.update(filter(is_float, eqn.outvars))
-    read = set(variables_in(jaxpr.outvars))
-    for eqn in reversed(eqns):
-        if not read.isdisjoint(eqn.outvars):
-            read.update(variables_in(eqn.invars))
-    return moving & read
 
 
 def fact_of(facts: Facts, v: Atom) -> int:
