@@ -142,8 +142,10 @@ def temp_bytes(f):
 
 def test_an_unused_output_costs_no_memory():
     # Before it was 1.4 times as much: the hidden layer's cosine, packed. In JAX 0.10
-    # XLA packs one array, 0.5 of 15 MiB, before or after another one is free: 3 %.
-    assert temp_bytes(network(with_hidden)) <= 1.04 * temp_bytes(network(mlp))
+    # XLA computes the sum before it packs: two arrays of 1 MiB more in the forward
+    # pass, 15.27 MiB at its fullest; the backward pass takes 14.81, as that of `mlp`.
+    most = 1.02 if jax.__version_info__ >= (0, 12) else 1.04
+    assert temp_bytes(network(with_hidden)) <= most * temp_bytes(network(mlp))
 
 
 @thorough
