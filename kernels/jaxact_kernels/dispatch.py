@@ -155,7 +155,7 @@ def _called(*arrays: jax.Array, **params: Any) -> list[jax.Array]:
     """The definition, in a function that XLA:CPU calls and does not inline.
 
     Inlined, codecs are most of a step's program, and many of XLA's passes take time
-    with the square of a function's size: 36 layers compile in 25 s then and in 19 this
+    with the square of a function's size: 36 layers compile in 20 s then and in 15 this
     way. XLA would also compute an array again in each of an encoding's passes, and
     decode a mask again for each place where it is read: a step of a small ResNet takes
     1.15 times the time of an uncompressed one then, and 0.93 times this way.

@@ -54,9 +54,9 @@ class Operation(abc.ABC):
 
     @property
     def is_called_on_cpu(self) -> bool:
-        """Whether XLA:CPU is slower where it fuses the definition with others.
+        """Whether XLA:CPU calls the definition, and fuses it with nothing around it.
 
-        What decodes to an array is fused: that saves the array.
+        A decoding that is fused with its reader saves the decoded array.
         """
         return False
 
