@@ -120,9 +120,9 @@ class RowSums:
         shape = eqn.outvars[0].aval.shape
         for v in variables_in(inputs):
             others = [u for u in variables_in(inputs) if u is not v]
-            is_scaled = name in ("mul", "div") and any(map(self._has_pole, others))
+            is_scaled = name == "mul" and any(map(self._has_pole, others))
             is_alike = is_float(v) and v.aval.shape == shape
-            if is_alike and not is_scaled and (name != "div" or v is inputs[0]):
+            if is_alike and not is_scaled and not (name == "div" and others):
                 yield v, degree
 
     def _has_pole(self, factor: Var) -> bool:

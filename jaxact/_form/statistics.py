@@ -2,23 +2,23 @@
 
 A norm's mean and deviation, a softmax's maximum and sum: all elements that are scaled
 by one get its noise alike, so they are told by their use and not by their size. A
-reduction that a product contracts with is none: a pooled feature is an activation like
-another.
+reduction that a product contracts with is none, and neither is one that scales nothing:
+a pooled feature is an activation like another.
 """
 
 from collections.abc import Collection, Mapping, Sequence
 
 from jaxact._form.inside import insides
+from jaxact._form.magnified import is_inverse, magnified_in
 from jaxact._jaxpr.flow import Facts
 from jaxact._jaxpr.primitives import MATMULS, MOVES, REDUCTIONS, RESHAPES, SCATTERS
 from jaxact._jaxpr.read import (
     contracts,
     is_float,
-    is_literal,
     keeps_elements,
     variables_in,
 )
-from jaxact._jaxpr.types import Eqn, Jaxpr, Var
+from jaxact._jaxpr.types import Jaxpr, Var
 from jaxact._plan.facts import is_activation
 
 # Elements that one divisor has: exact, it takes half a byte for each of them.
@@ -37,6 +37,7 @@ def find_statistics(jaxpr: Jaxpr, facts: Facts) -> set[Var]:
     gathered = _gathered_inverses(jaxpr, spread)
     contracted = contracted_in(jaxpr) - gathered - (divisors & spread.keys())
     statistics = _inside(jaxpr, facts) - contracted
+    magnified = magnified_in(jaxpr)
     for eqn in jaxpr.eqns:
         inputs = variables_in(eqn.invars)
         if not inputs or not eqn.outvars:  # a random draw; a print
@@ -47,7 +48,8 @@ def find_statistics(jaxpr: Jaxpr, facts: Facts) -> set[Var]:
         if v in divisors:
             statistics.add(v)
         elif eqn.primitive.name in REDUCTIONS | SCATTERS:
-            if v.aval.size < max(x.aval.size for x in inputs):
+            is_smaller = v.aval.size < max(x.aval.size for x in inputs)
+            if is_smaller and v in magnified:
                 statistics.add(v)
         elif eqn.primitive.name in RESHAPES or v in gathered:
             # GroupNorm's, for each of its channels; a segment's, for each element.
@@ -118,7 +120,7 @@ def _divisors(jaxpr: Jaxpr, spread: Collection[Var]) -> set[Var]:
                 for v in eqn.outvars
                 if _ROW * v.aval.size <= sizes.get(v, 0) or (v in spread and v in sizes)
             )
-        if _is_inverse(eqn):
+        if is_inverse(eqn):
             scaled = _largest(eqn.outvars, multiplied, size)
             _enlarge(sizes, inputs, max(own, scaled))
         elif name == "div":
@@ -131,16 +133,6 @@ def _divisors(jaxpr: Jaxpr, spread: Collection[Var]) -> set[Var]:
         elif is_same:
             _enlarge(multiplied, inputs, _largest(eqn.outvars, multiplied, 0))
     return divisors
-
-
-def _is_inverse(eqn: Eqn) -> bool:
-    """Whether it is a number over its operand, or over a root or power of it."""
-    name, inputs = eqn.primitive.name, eqn.invars
-    if name == "div":
-        return is_literal(inputs[0]) and not is_literal(inputs[1])
-    if name == "pow":
-        return is_literal(inputs[1]) and bool(inputs[1].val < 0)
-    return name == "rsqrt" or (name == "integer_pow" and eqn.params["y"] < 0)
 
 
 def _largest(variables: Sequence[Var], sizes: dict[Var, int], default: int) -> int:
@@ -160,7 +152,7 @@ def _gathered_inverses(jaxpr: Jaxpr, spread: Mapping[Var, set[Var]]) -> set[Var]
     gathered: set[Var] = set()
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
-        if _is_inverse(eqn):
+        if is_inverse(eqn):
             inverses.update(eqn.outvars)
         elif name in MOVES | {"gather"} and not inverses.isdisjoint(
             variables_in(eqn.invars[:1])

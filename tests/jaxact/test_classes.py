@@ -297,6 +297,31 @@ ACTIONS = {
 }
 
 
+ALONE = {
+    "mean of heads": lambda x: jnp.sin(x.reshape(T, -1, 4).mean(-1)),
+    "scores": lambda x: jnp.exp((x[:, None] * x[None]).sum(-1) / 8),
+    "distances": lambda x: jnp.exp(-((x[:, None] - x[None]) ** 2).sum(-1) / 64),
+    "segments": lambda x: jnp.sin(jax.ops.segment_sum(x, IDS, 3)),
+}
+
+
+@pytest.mark.parametrize("f", ALONE.values(), ids=ALONE)
+def test_a_sum_that_scales_nothing_is_rounded(f):
+    """What shifts, scales or divides other values is exact: softmaxes, norms, cosines.
+
+    The scores and distances were stored exactly, four bytes instead of 2 bits.
+    """
+    shapes, _ = stored(lambda w, x: f(x @ w), W)
+    assert len(shapes) > 1  # x alone has what the product keeps
+
+
+def test_a_maximum_of_features_is_known_by_its_mask():
+    """And by the number of equal ones, which the gradient is divided by."""
+    found = rows(lambda w, x: jnp.sin((x @ w).reshape(T, -1, 2).max(-1)), W)
+    assert "reduce_max.eq" in (keys := {r.key for r in found})
+    assert "reduce_max" not in keys
+
+
 @pytest.mark.parametrize("policy, bias", ACTIONS.values(), ids=ACTIONS)
 def test_labels_of_actions(policy, bias):
     assert biases(jnp.square, **policy) == bias

@@ -50,6 +50,8 @@ EXPONENTIALS = {
     "masked": without_maximum(
         lambda e: jnp.log(jnp.where(jnp.arange(16) > 3, e, 0).sum(-1))
     ),
+    "quotient": without_maximum(lambda e: e / total(e)),
+    "sine of a quotient": without_maximum(lambda e: jnp.sin(3 * (e / total(e)))),
     "weighted mean": without_maximum(lambda e: (e @ VALUES) / total(e)),
     "by an inverse": without_maximum(lambda e: (e @ VALUES) * (1 / total(e))),
     "by an inverse power": without_maximum(lambda e: (e @ VALUES) * total(e) ** -1),
