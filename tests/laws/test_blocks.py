@@ -145,7 +145,8 @@ def draw(block, bits, draws):
 
 # Of what a width changes, the exponentials' extra bit and the size of a step, three
 # blocks have all.
-WIDTHS = {1: {"transformer", "unet", "lstm"}, 2: BY_NAME, 4: BY_NAME}
+ALL_KINDS = {"transformer", "unet", "lstm"}
+WIDTHS = {1: ALL_KINDS, 2: BY_NAME, 4: ALL_KINDS}
 
 
 @thorough
