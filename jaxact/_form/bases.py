@@ -12,9 +12,9 @@ from jaxact._form.conditioning import ill_conditioned
 from jaxact._form.cuts import is_cut_at_groups
 from jaxact._form.derivative import DERIVATIVE_OF
 from jaxact._form.norms import Norms, norms_in
-from jaxact._form.poles import sources_instead
 from jaxact._form.pooling import pool_body
 from jaxact._form.softmax import softmax_body
+from jaxact._form.sources import sources_near_poles
 from jaxact._jaxpr.flow import fact_of
 from jaxact._jaxpr.primitives import ELEMENTWISE, PLACEMENTS, VIEWS
 from jaxact._jaxpr.read import is_float, is_literal, variables_in
@@ -149,9 +149,11 @@ def _bases(reading: Reading) -> _Bases:
     }
     if spared:
         chooser = chooser_with(spared)
-        sources = _sources_near_poles(reading, chooser, spared)
-        if sources:
-            spared |= dict.fromkeys(sources, Reason.NEAR_POLE)
+        near = [v for v, reason in spared.items() if reason is Reason.NEAR_POLE]
+        found = sources_near_poles(reading.forward, chooser, reading.leaves, near)
+        found = {v for v in found if _is_rounded_without_rule(reading, chooser, v)}
+        if found:
+            spared |= dict.fromkeys(found, Reason.NEAR_POLE)
             chooser = chooser_with(spared)
 
     def bases_with(wholes: Collection[Var]) -> _Bases:
@@ -213,18 +215,6 @@ def _is_decided_alike(bases: _Bases, whole: Var, parts: Sequence[Var]) -> bool:
     if rules:
         return rules == {decision.rule} and actions == {decision.action}
     return len(actions) == 1
-
-
-def _sources_near_poles(
-    reading: Reading, chooser: Chooser, spared: dict[Var, Reason]
-) -> set[Var]:
-    """Bases that stay exact in place of the arguments computed from them."""
-    stored = chooser.choose(reading.leaves)
-    found: set[Var] = set()
-    for v, reason in spared.items():
-        if reason is Reason.NEAR_POLE:
-            found |= sources_instead(v, chooser.classes, chooser.producers, stored)
-    return {v for v in found if _is_rounded_without_rule(reading, chooser, v)}
 
 
 def _roundings(chooser: Chooser, stored: Sequence[Var]) -> dict[Atom, int]:

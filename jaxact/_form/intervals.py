@@ -28,16 +28,18 @@ _RANGES: dict[str, Interval] = {
     "sin": (-1.0, 1.0),
     "cos": (-1.0, 1.0),
 }
+# Elements of the first operand.
+_EXTREMES = frozenset("reduce_max reduce_min cummax cummin sort top_k".split())
 
 
 def find_intervals(jaxpr: Jaxpr) -> dict[Var, Interval]:
     """An interval for each computed variable that has one shorter than the reals."""
     intervals: dict[Var, Interval] = {}
     for eqn in jaxpr.eqns:
-        if len(eqn.outvars) == 1:
+        if len(eqn.outvars) == 1 or eqn.primitive.name in SELECTIONS | _EXTREMES:
             interval = _result(eqn, [interval_of(v, intervals) for v in eqn.invars])
             if interval != REALS:
-                intervals[eqn.outvars[0]] = interval
+                intervals.update(dict.fromkeys(eqn.outvars, interval))
     return intervals
 
 
@@ -48,24 +50,27 @@ def interval_of(v: Atom, intervals: dict[Var, Interval]) -> Interval:
         is_number = values.dtype.kind in "biuf" or values.dtype.name == "bfloat16"
         value = float(values) if is_number and values.ndim == 0 else math.nan
         return REALS if math.isnan(value) else (value, value)
-    return (0.0, 1.0) if v.aval.dtype == bool else intervals.get(v, REALS)
+    return intervals.get(v, (0.0, 1.0) if v.aval.dtype == bool else REALS)
 
 
 def _result(eqn: Eqn, operands: Sequence[Interval]) -> Interval:
     name = eqn.primitive.name
     if name in _RANGES:
         return _RANGES[name]
-    if name in MOVES or name in SELECTIONS or name in ("reduce_max", "reduce_min"):
+    if name in MOVES | SELECTIONS | _EXTREMES:
         return operands[0]
     if name in JOINS:
         return _hull(*operands)
+    if name == "ne" and eqn.invars[0] is eqn.invars[1]:
+        return 0.0, 0.0  # of no number, which nothing bounds: `jnp.logaddexp`
     if name == "select_n":
-        return _hull(*operands[1:])
+        is_first = operands[0] == (0.0, 0.0)
+        return operands[1] if is_first else _hull(*operands[1:])
     if name in ("square", "mul") and eqn.invars[0] is eqn.invars[-1]:
         return _square(operands[0])
     if name == "integer_pow" and eqn.params["y"] > 0:
         return _square(operands[0]) if eqn.params["y"] % 2 == 0 else REALS
-    if name in ("reduce_sum", "dot_general"):
+    if name in ("reduce_sum", "cumsum", "dot_general"):
         return _sum_of_products(operands)
     if name in SCATTERS:  # of updates, to an array
         return _scattered(name, operands[0], operands[-1])

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 from jaxact._form.intervals import Interval, interval_of
-from jaxact._form.poles import MARGIN, pole_in
+from jaxact._form.pole_arguments import MARGIN, pole_in
 from jaxact._jaxpr.primitives import (
     CASTS,
     COMPARISONS,

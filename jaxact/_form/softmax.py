@@ -21,6 +21,7 @@ import numpy as np
 from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
 
+from jaxact._form.pole_arguments import arguments_near_poles
 from jaxact._form.statistics import contracted_in
 from jaxact._jaxpr.evaluate import bind, traced_at, value_of
 from jaxact._jaxpr.primitives import CASTS
@@ -162,6 +163,7 @@ def with_softmaxes(jaxpr: Jaxpr, depends: Predicate) -> Jaxpr:
         return jaxpr
     inside = {id(eqn) for s in found.values() for eqn in s.eqns[:-1]}
     plain = contracted_in(jaxpr) | _read_by_poles(jaxpr)
+    plain |= arguments_near_poles(jaxpr).behind(with_sums=True)
     narrow = narrowed(jaxpr, jaxpr.outvars)
     eqns = []
     for eqn in jaxpr.eqns:

@@ -1,0 +1,90 @@
+"""Sources that stay exact in place of an argument near a pole.
+
+Where another value to store is computed from them alone, the pole magnifies its noise:
+the slope of log(a b) is 1 / b times what a has on the way to it, and where a mask is
+zero its neighbours' noise is all that is left. With the sources exact, both are, and
+cost nothing. The derivative of log(softplus(x @ w) + 1e-3) meets no other factor: it
+goes to a product of matrices alone.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from jaxact._form.chooser import Chooser
+from jaxact._form.poles import sources_behind, sources_of
+from jaxact._jaxpr.primitives import MATMULS
+from jaxact._jaxpr.read import is_literal, programs_in, variables_in
+from jaxact._jaxpr.types import Eqn, Var
+from jaxact._plan.forward import Forward
+
+_PRODUCTS = frozenset("mul div select_n".split())
+
+
+def sources_near_poles(
+    forward: Forward, chooser: Chooser, leaves: Sequence[Var], arguments: Iterable[Var]
+) -> set[Var]:
+    """Bases that are better exact than arguments computed from them.
+
+    Args:
+      leaves: the residuals.
+      arguments: bases near a pole, which stay exact.
+    """
+    classes, producers = chooser.classes, chooser.producers
+    stored = chooser.choose(leaves)
+    kept, _ = chooser.derive(leaves, stored)
+    magnified = chooser.bases(_multiplied_with_others(forward))
+    found: set[Var] = set()
+    for v in arguments:
+        sources = sources_of(v, classes, producers)
+        noisy = stored if v in kept else magnified
+        if any(sources_behind(x, classes, producers) <= sources for x in noisy):
+            found |= sources
+    return found
+
+
+def _multiplied_with_others(forward: Forward) -> list[Var]:
+    """Residuals that a cotangent is multiplied with among others, or may be.
+
+    With no sum between, such as a product of matrices has.
+    """
+    readers: dict[Var, list[Eqn]] = {}
+    makers: dict[Var, list[Eqn]] = {}
+    for eqn in forward.used_backward:
+        for v in variables_in(eqn.invars):
+            readers.setdefault(v, []).append(eqn)
+        makers.update(dict.fromkeys(eqn.outvars, [eqn]))
+
+    def is_multiplied(residual: Var) -> bool:
+        products = readers.get(residual, ())
+        after = [v for eqn in products for v in eqn.outvars]
+        before = [v for eqn in products for v in variables_in(eqn.invars)]
+        return _meets_product(after, readers, True) or _meets_product(
+            before, makers, False
+        )
+
+    pairs = zip(forward.residuals, forward.backward.residuals, strict=True)
+    return [
+        v
+        for v, own in pairs
+        if not (is_literal(v) or is_literal(own)) and is_multiplied(own)
+    ]
+
+
+def _meets_product(
+    variables: Sequence[Var], equations: Mapping[Var, Sequence[Eqn]], is_after: bool
+) -> bool:
+    """Whether values meet a product or a mask before a product of matrices.
+
+    Args:
+      equations: that read each variable, or that make it.
+    """
+    todo, seen = list(variables), set(variables)
+    while todo:
+        for eqn in equations.get(todo.pop(), ()):
+            name, inputs = eqn.primitive.name, variables_in(eqn.invars)
+            arrays = [v for v in inputs if v.aval.size > 1]
+            if programs_in(eqn) or (name in _PRODUCTS and len(arrays) > 1):
+                return True
+            new = [] if name in MATMULS else eqn.outvars if is_after else inputs
+            todo += [v for v in new if v not in seen]
+            seen.update(new)
+    return False

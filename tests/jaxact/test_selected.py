@@ -1,0 +1,133 @@
+"""Losses written by hand: a pole is near to single elements of what has many.
+
+The oracle is JAX's own gradient: at 8 bits one draw must lie near it.
+"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxact
+from jaxact import Policy
+from support.programs import gradient_error
+
+pytestmark = pytest.mark.unoptimized
+
+ROWS, CLASSES = 1024, 10
+X = jax.random.normal(jax.random.key(0), (ROWS, 64))
+# Logits with a deviation of 4: probabilities of e^-20 are among them.
+W = jax.random.normal(jax.random.key(1), (64, CLASSES)) / 2
+LABELS = jnp.arange(ROWS) * 7 % CLASSES
+MASK = jax.nn.one_hot(LABELS, CLASSES)
+
+
+def of_label(p):
+    return jnp.take_along_axis(p, LABELS[:, None], -1)[:, 0]
+
+
+def without_maximum(z):
+    e = jnp.exp(z)
+    return of_label(e) / e.sum(-1)
+
+
+# Errors were 2 to 6e4 gradients.
+LOSSES = {
+    "indexed": lambda z: -jnp.log(jax.nn.softmax(z)[jnp.arange(ROWS), LABELS]),
+    "taken along rows": lambda z: -jnp.log(of_label(jax.nn.softmax(z))),
+    "with epsilon": lambda z: -jnp.log(of_label(jax.nn.softmax(z)) + 1e-8),
+    "masked": lambda z: -jnp.log((MASK * jax.nn.softmax(z)).sum(-1)),
+    "masked by a condition": lambda z: (
+        -jnp.log(jnp.where(MASK > 0, jax.nn.softmax(z), 0).sum(-1))
+    ),
+    "focal": lambda z: -((1 - (p := of_label(jax.nn.softmax(z)))) ** 2) * jnp.log(p),
+    "one of several": lambda z: 1 / (of_label(jax.nn.softmax(z)) + 1e-6),
+    "without a maximum": lambda z: -jnp.log(without_maximum(z)),
+    "sigmoid": lambda z: -jnp.log(of_label(jax.nn.sigmoid(z))),
+}
+# Functions with a pole of a part of an array that comes from another one: 0.5 to 8.
+PARTS = {
+    "deviation": lambda m, d: (m - 1) ** 2 / d + jnp.log(d),
+    "inverse": lambda m, d: m / d,
+    "gamma function": lambda m, d: jax.lax.lgamma(m) - jax.lax.lgamma(m + d),
+    "counts": lambda m, d: d * jnp.log((d + m) / d) + 3 * jnp.log((d + m) / m),
+}
+WIDE = jax.random.normal(jax.random.key(2), (64, 64)) * 3 / 8
+POSITIVE = {"softplus": jax.nn.softplus, "exp": jnp.exp, "sigmoid": jax.nn.sigmoid}
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_a_probability_of_any_size_has_its_gradient(loss):
+    error = gradient_error(
+        lambda w, x: loss(x @ w), W, X, policy=Policy(bits=8), argnums=(0, 1)
+    )
+    assert error < 0.05
+
+
+@pytest.mark.parametrize("positive", POSITIVE.values(), ids=POSITIVE)
+@pytest.mark.parametrize("body", PARTS.values(), ids=PARTS)
+def test_a_pole_near_a_part_of_an_array(body, positive):
+    def f(w, x):
+        return body(*jnp.split(positive(x @ w) + 1e-3, 2, axis=-1))
+
+    error = gradient_error(f, WIDE, X, policy=Policy(bits=8), argnums=(0, 1))
+    assert error < 0.05
+
+
+ORDER = jax.random.permutation(jax.random.key(3), 64)
+# Errors were 0.1 to 60 gradients.
+ON_THE_WAY = {
+    "permuted": lambda p: p[:, ORDER],
+    "sorted": lambda p: jnp.sort(p, -1),
+    "the largest": lambda p: jax.lax.top_k(p, 8)[0],
+    "the least": lambda p: p[:, :4].min(-1),
+    "accumulated": lambda p: jnp.cumsum(p[:, :4], -1),
+    "multiplied": lambda p: p[:, :32] * p[:, 32:],
+    "joined": lambda p: jnp.concatenate([p, 2 * p[:, :8]], -1),
+}
+VANISHING = POSITIVE | {
+    "square": jnp.square,
+    "softmax": jax.nn.softmax,
+    "relu": jax.nn.relu,
+    "absolute": jnp.abs,
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("way", ON_THE_WAY.values(), ids=ON_THE_WAY)
+@pytest.mark.parametrize("positive", VANISHING.values(), ids=VANISHING)
+def test_what_is_on_the_way_to_a_pole(positive, way):
+    """A slope that vanishes with the argument is multiplied with the pole's."""
+
+    def f(w, x):
+        q = way(positive(x @ w))
+        return jnp.log(q + 1e-6) + 1e-4 / (q + 1e-3)
+
+    error = gradient_error(f, WIDE, X, policy=Policy(bits=8), argnums=(0, 1))
+    assert error < 0.05
+
+
+def test_a_cell_with_a_pole_inside_keeps_its_derivative_alone():
+    """Nothing magnifies the noise of log(softplus(z) + 1e-3): its slope is bounded."""
+    f = lambda w, x: jnp.log(jax.nn.softplus(x @ w) + 1e-3)
+    small = jaxact.compress(f, policy=Policy(bits=2), activations=1)
+    assert jaxact.residuals(small, WIDE, X).stored_bytes < 2 * 3 / 8 * X.size
+
+
+def test_attention_whose_mask_comes_after_its_exponential_is_rounded():
+    """A sum over a row that has a maximum is at least 1, and no single element."""
+
+    def f(w, x):
+        q = x @ w
+        scores = (q @ q.T) / 8
+        scores = jnp.where(jnp.tril(jnp.ones(scores.shape, bool)), scores, -jnp.inf)
+        e = jnp.exp(scores - scores.max(-1, keepdims=True))
+        e = jnp.where(e > 1e-4, e, 0)
+        return (e @ q) / e.sum(-1, keepdims=True)
+
+    small = jaxact.compress(f, policy=Policy(bits=2), activations=1)
+    exact = [
+        r.shape
+        for r in jaxact.residuals(small, WIDE, X).rows
+        if r.bias.value == "exact" and r.dtype == jnp.float32
+    ]
+    assert (ROWS, ROWS) not in exact
