@@ -36,10 +36,12 @@ def find_intervals(jaxpr: Jaxpr) -> dict[Var, Interval]:
     """An interval for each computed variable that has one shorter than the reals."""
     intervals: dict[Var, Interval] = {}
     for eqn in jaxpr.eqns:
-        if len(eqn.outvars) == 1 or eqn.primitive.name in SELECTIONS | _EXTREMES:
+        # The others that sort and top_k have are indices.
+        parts = eqn.outvars if eqn.primitive.name in SELECTIONS else eqn.outvars[:1]
+        if parts == eqn.outvars or eqn.primitive.name in _EXTREMES:
             interval = _result(eqn, [interval_of(v, intervals) for v in eqn.invars])
             if interval != REALS:
-                intervals.update(dict.fromkeys(eqn.outvars, interval))
+                intervals.update(dict.fromkeys(parts, interval))
     return intervals
 
 

@@ -1,8 +1,8 @@
 """Values whose noise many elements share, or that a pole magnifies.
 
 A mean shifts a whole row, and the sum of a softmax divides one. Any other sum is an
-activation, however few elements it adds: a maximum of two features, or a product of
-matrices that is written as a sum of products (`optax.ntxent` has one).
+activation, however few elements it adds: a maximum over two features, or a matrix
+product that is written as a sum (`optax.ntxent` has one).
 """
 
 from jaxact._jaxpr.primitives import JOINS, MATMULS, MOVES, SELECTIONS
@@ -28,7 +28,7 @@ _SCALING = (MOVES | JOINS | SELECTIONS) | frozenset(
 def magnified_in(jaxpr: Jaxpr) -> set[Var]:
     """Values that more elements read, and operands of functions with a pole.
 
-    What is multiplied with an inverse belongs to them, as a + b does in (a + b) / c,
+    Values that an inverse multiplies belong to them, as a + b does in (a + b) / c,
     unless one number divides many: a product of two vectors by their lengths.
     """
     copies, inverses = _copies_and_inverses(jaxpr)
@@ -36,7 +36,7 @@ def magnified_in(jaxpr: Jaxpr) -> set[Var]:
     near: set[Var] = set()
     read = set(variables_in(jaxpr.outvars))
     for eqn in reversed(jaxpr.eqns):
-        # A maximum that is only compared with what it is of.
+        # A maximum that is only compared with its operand.
         if read.isdisjoint(eqn.outvars) or not any(map(is_float, eqn.outvars)):
             continue
         name, inputs = eqn.primitive.name, variables_in(eqn.invars)

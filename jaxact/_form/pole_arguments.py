@@ -1,4 +1,4 @@
-"""Operands of functions with a pole, and values that they have single elements of.
+"""Operands that functions have a pole in, and values that they select from.
 
 The slope of -log(softmax(z)[label]) is 1 / p, and is multiplied with p again: rounded
 among a row's larger elements, a p of e^-20 erred by 5e4 gradients at 8 bits. An
@@ -27,7 +27,7 @@ _FLAT = EXPONENTIALS | frozenset(
 )
 # Results that are elements of the first operand, or that grow with a few of them.
 _CHOICES = SELECTIONS | frozenset(
-    "sort top_k reduce_max reduce_min reduce_prod cumsum cumprod cummax cummin".split()
+    "top_k reduce_max reduce_min reduce_prod cumsum cumprod cummax cummin".split()
 )
 
 
@@ -48,7 +48,7 @@ class Arguments:
         """Values that they are made from, scaled, selected and added.
 
         Args:
-          with_sums: go past sums of what a mask or an index selects, and from those
+          with_sums: go past sums that a mask or an index selects from, and from those
             without a bound.
         """
         producers = {v: eqn for eqn in self.jaxpr.eqns for v in eqn.outvars}
@@ -63,6 +63,8 @@ class Arguments:
             name, inputs = eqn.primitive.name, variables_in(eqn.invars)
             if name == "reduce_sum" and with_sums:
                 is_sum = True
+            elif name == "sort":
+                inputs = variables_in([eqn.invars[eqn.outvars.index(v)]])
             elif name in _CHOICES:
                 inputs, is_sum = inputs[:1], False
             elif name not in SUMS | {"mul", "div"}:
@@ -74,7 +76,7 @@ class Arguments:
         return {v for v, is_sum in seen if not is_sum}
 
     def flat(self) -> set[Var]:
-        """Results behind them of functions whose slope may vanish with the result.
+        """Results behind them whose function's slope may vanish with the result.
 
         That of sigmoid(z)[label] is p (1 - p).
         """

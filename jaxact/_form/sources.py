@@ -1,10 +1,10 @@
 """Sources that stay exact in place of an argument near a pole.
 
 Where another value to store is computed from them alone, the pole magnifies its noise:
-the slope of log(a b) is 1 / b times what a has on the way to it, and where a mask is
-zero its neighbours' noise is all that is left. With the sources exact, both are, and
-cost nothing. The derivative of log(softplus(x @ w) + 1e-3) meets no other factor: it
-goes to a product of matrices alone.
+the slope 1 / b meets another one that vanishes with b, and where a mask is zero, its
+neighbours' noise is all that is left. With the sources exact, both are, and
+cost nothing. One derivative for log(softplus(x @ w) + 1e-3) meets no other factor: it
+goes to a matrix product alone.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -44,7 +44,7 @@ def sources_near_poles(
 def _multiplied_with_others(forward: Forward) -> list[Var]:
     """Residuals that a cotangent is multiplied with among others, or may be.
 
-    With no sum between, such as a product of matrices has.
+    With no sum between, such as a matrix product has.
     """
     readers: dict[Var, list[Eqn]] = {}
     makers: dict[Var, list[Eqn]] = {}
@@ -72,7 +72,7 @@ def _multiplied_with_others(forward: Forward) -> list[Var]:
 def _meets_product(
     variables: Sequence[Var], equations: Mapping[Var, Sequence[Eqn]], is_after: bool
 ) -> bool:
-    """Whether values meet a product or a mask before a product of matrices.
+    """Whether values meet a product or a mask before a matrix product.
 
     Args:
       equations: that read each variable, or that make it.
