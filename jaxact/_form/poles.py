@@ -23,7 +23,9 @@ def bases_near_poles(jaxpr: Jaxpr, classes: Classes) -> set[Var]:
     """
     arguments = arguments_near_poles(jaxpr)
     masked = arguments.behind(with_sums=True).intersection(classes.softmaxes)
-    found = (*arguments.bounded, *arguments.flat(), *masked)
+    # With an exponential exact in place of its softmax, parts of that are rounded.
+    flat = arguments.flat().difference(classes.softmaxes.values())
+    found = (*arguments.bounded, *flat, *masked)
     return {classes.whole_base(v) for v in found if not classes.is_exact(v)}
 
 

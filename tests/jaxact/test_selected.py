@@ -40,6 +40,12 @@ LOSSES = {
         -jnp.log(jnp.where(MASK > 0, jax.nn.softmax(z), 0).sum(-1))
     ),
     "focal": lambda z: -((1 - (p := of_label(jax.nn.softmax(z)))) ** 2) * jnp.log(p),
+    "distributional": lambda z: (
+        -(
+            jnp.roll(jax.lax.stop_gradient(p := jax.nn.softmax(z)), 3, -1)
+            * jnp.log(p + 1e-8)
+        ).sum(-1)
+    ),
     "one of several": lambda z: 1 / (of_label(jax.nn.softmax(z)) + 1e-6),
     "without a maximum": lambda z: -jnp.log(without_maximum(z)),
     "sigmoid": lambda z: -jnp.log(of_label(jax.nn.sigmoid(z))),
