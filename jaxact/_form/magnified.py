@@ -35,11 +35,16 @@ def magnified_in(jaxpr: Jaxpr) -> set[Var]:
     repeated: set[Var] = set()
     near: set[Var] = set()
     read = set(variables_in(jaxpr.outvars))
+    compared: set[Var] = set()
     for eqn in reversed(jaxpr.eqns):
-        # A maximum that is only compared with its operand.
-        if read.isdisjoint(eqn.outvars) or not any(map(is_float, eqn.outvars)):
-            continue
         name, inputs = eqn.primitive.name, variables_in(eqn.invars)
+        # A maximum that is only compared with its operand.
+        is_compared = not compared.isdisjoint(eqn.outvars)
+        if not any(map(is_float, eqn.outvars)) or (
+            is_compared and read.isdisjoint(eqn.outvars)
+        ):
+            compared.update(inputs)
+            continue
         read.update(inputs)
         size = max((v.aval.size for v in eqn.outvars), default=0)
         if keeps_elements(eqn) or name in JOINS | SELECTIONS:

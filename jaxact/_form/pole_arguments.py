@@ -6,12 +6,13 @@ element is selected by an index, or by a mask before a sum.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 from jaxact._form.intervals import REALS, find_intervals, interval_of
 from jaxact._jaxpr.primitives import EXPONENTIALS, SELECTIONS, SUMS
 from jaxact._jaxpr.read import is_literal, variables_in
-from jaxact._jaxpr.types import Atom, Eqn, Jaxpr, Var
+from jaxact._jaxpr.types import Atom, Eqn, Jaxpr, Producers, Var
 
 # An argument that stays this far from the pole has slopes within 10 (a logarithm's)
 # or 100 (an inverse's): x / (1 + exp(-x)), log1p(exp(x)).
@@ -44,6 +45,10 @@ class Arguments:
     bounded: Sequence[Var]
     others: Sequence[Var]
 
+    @functools.cached_property
+    def _producers(self) -> Producers:
+        return {v: eqn for eqn in self.jaxpr.eqns for v in eqn.outvars}
+
     def behind(self, with_sums: bool) -> set[Var]:
         """Values that they are made from, scaled, selected and added.
 
@@ -51,13 +56,12 @@ class Arguments:
           with_sums: go past sums that a mask or an index selects from, and from those
             without a bound.
         """
-        producers = {v: eqn for eqn in self.jaxpr.eqns for v in eqn.outvars}
         near = [*self.bounded, *(self.others if with_sums else ())]
         todo = [(v, False) for v in near]  # with whether it is summed
         seen = set(todo)
         while todo:
             v, is_sum = todo.pop()
-            eqn = producers.get(v)
+            eqn = self._producers.get(v)
             if eqn is None or _is_square(eqn):
                 continue
             name, inputs = eqn.primitive.name, variables_in(eqn.invars)

@@ -297,6 +297,20 @@ ACTIONS = {
 }
 
 
+@pytest.mark.parametrize("policy, bias", ACTIONS.values(), ids=ACTIONS)
+def test_labels_of_actions(policy, bias):
+    assert biases(jnp.square, **policy) == bias
+
+
+def test_recomputing_is_biased_where_it_is_nonlinear():
+    """A square's slope, 2 y, is linear in the product y that the policy saves."""
+    assert biases(jnp.sin, recompute=save.dots_saveable) == "biased"
+    assert biases(jnp.square, recompute=save.dots_saveable) == "unbiased"
+
+
+# Sums that scale, shift or divide nothing are activations.
+
+
 ALONE = {
     "mean of heads": lambda x: jnp.sin(x.reshape(T, -1, 4).mean(-1)),
     "scores": lambda x: jnp.exp((x[:, None] * x[None]).sum(-1) / 8),
@@ -320,17 +334,6 @@ def test_a_maximum_of_features_is_known_by_its_mask():
     found = rows(lambda w, x: jnp.sin((x @ w).reshape(T, -1, 2).max(-1)), W)
     assert "reduce_max.eq" in (keys := {r.key for r in found})
     assert "reduce_max" not in keys
-
-
-@pytest.mark.parametrize("policy, bias", ACTIONS.values(), ids=ACTIONS)
-def test_labels_of_actions(policy, bias):
-    assert biases(jnp.square, **policy) == bias
-
-
-def test_recomputing_is_biased_where_it_is_nonlinear():
-    """A square's slope, 2 y, is linear in the product y that the policy saves."""
-    assert biases(jnp.sin, recompute=save.dots_saveable) == "biased"
-    assert biases(jnp.square, recompute=save.dots_saveable) == "unbiased"
 
 
 # Weights that a plain function takes apart are referenced, not stored.
