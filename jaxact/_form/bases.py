@@ -153,7 +153,7 @@ def _bases(reading: Reading) -> _Bases:
         found = sources_near_poles(reading.forward, chooser, reading.leaves, near)
         found = {v for v in found if _is_rounded_without_rule(reading, chooser, v)}
         if found:
-            spared |= dict.fromkeys(found, Reason.NEAR_POLE)
+            spared |= dict.fromkeys(found - spared.keys(), Reason.BEFORE_POLE)
             chooser = chooser_with(spared)
 
     def bases_with(wholes: Collection[Var]) -> _Bases:

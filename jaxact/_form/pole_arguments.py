@@ -97,7 +97,7 @@ def arguments_near_poles(jaxpr: Jaxpr) -> Arguments:
     bounded, others = [], []
     for eqn in jaxpr.eqns:
         x, pole = pole_in(eqn)
-        if x is None or is_literal(x):
+        if x is None:
             continue
         lo, hi = interval_of(x, intervals)
         if lo < pole + MARGIN and hi > pole - MARGIN:
@@ -105,16 +105,17 @@ def arguments_near_poles(jaxpr: Jaxpr) -> Arguments:
     return Arguments(jaxpr, bounded, others)
 
 
-def pole_in(eqn: Eqn) -> tuple[Atom | None, float]:
+def pole_in(eqn: Eqn) -> tuple[Var | None, float]:
     """The operand that an equation has a pole in, and where; None without one."""
     name, inputs = eqn.primitive.name, eqn.invars
+    operand, pole = None, 0.0
     if name in _POLES:
-        return inputs[0], _POLES[name]
-    if name == "div" or (name == "integer_pow" and eqn.params["y"] < 0):
-        return inputs[-1], 0.0
-    if name == "pow" and not _is_power(inputs[1]):
-        return inputs[0], 0.0
-    return None, 0.0
+        operand, pole = inputs[0], _POLES[name]
+    elif name == "div" or (name == "integer_pow" and eqn.params["y"] < 0):
+        operand = inputs[-1]
+    elif name == "pow" and not _is_power(inputs[1]):
+        operand = inputs[0]
+    return (None if operand is None or is_literal(operand) else operand), pole
 
 
 def _is_power(exponent: Atom) -> bool:

@@ -28,6 +28,7 @@ from jaxact._jaxpr.primitives import (
 )
 from jaxact._jaxpr.read import (
     contracts,
+    equations_behind,
     is_float,
     is_literal,
     keeps_elements,
@@ -130,17 +131,8 @@ class RowSums:
 
         The slope of x / size in the size, -x / size^2, has not the size of x.
         """
-        todo, seen = [factor], {factor}
-        while todo:
-            eqn = self.producers.get(todo.pop())
-            if eqn is None or not keeps_elements(eqn):
-                continue
-            if pole_in(eqn)[0] is not None:
-                return True
-            new = [v for v in variables_in(eqn.invars) if v not in seen]
-            todo += new
-            seen.update(new)
-        return False
+        behind = equations_behind(factor, self.producers, keeps_elements)
+        return any(pole_in(eqn)[0] is not None for eqn in behind)
 
     def _by_own_sums(self, x: Var) -> Normalized | None:
         """The map by sums over an array itself.

@@ -5,17 +5,29 @@ the slope 1 / b meets another one that vanishes with b, and where a mask is zero
 neighbours' noise is all that is left. With the sources exact, both are, and
 cost nothing. One derivative for log(softplus(x @ w) + 1e-3) meets no other factor: it
 goes to a matrix product alone.
+
+Where others are in it too, as q in q / (p + 1e-8), the derivative of q log(p + 1e-8), p
+is exact and that has the noise of its largest elements, 1e8 of q's, which softmax
+multiplies with p again (1e3 gradients at 8 bits). With q exact too it has none.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 
 from jaxact._form.chooser import Chooser
+from jaxact._form.pole_arguments import arguments_near_poles, pole_in
 from jaxact._form.poles import sources_behind, sources_of
-from jaxact._jaxpr.primitives import MATMULS
-from jaxact._jaxpr.read import is_literal, programs_in, variables_in
+from jaxact._jaxpr.primitives import CHEAP, MATMULS
+from jaxact._jaxpr.read import (
+    equations_behind,
+    is_literal,
+    programs_in,
+    variables_in,
+)
 from jaxact._jaxpr.types import Eqn, Var
 from jaxact._plan.forward import Forward
 
+# Functions that are not large near their pole, as their slopes are.
+_SMALL = frozenset("log log2 log1p sqrt cbrt".split())
 _PRODUCTS = frozenset("mul div select_n".split())
 
 
@@ -31,14 +43,28 @@ def sources_near_poles(
     classes, producers = chooser.classes, chooser.producers
     stored = chooser.choose(leaves)
     kept, _ = chooser.derive(leaves, stored)
-    magnified = chooser.bases(_multiplied_with_others(forward))
+    magnified = set(chooser.bases(_multiplied_with_others(forward)))
     found: set[Var] = set()
     for v in arguments:
         sources = sources_of(v, classes, producers)
         noisy = stored if v in kept else magnified
         if any(sources_behind(x, classes, producers) <= sources for x in noisy):
             found |= sources
-    return found
+    near = arguments_near_poles(forward.jaxpr)
+    inverted = classes.spared.intersection([*near.bounded, *near.others])
+    noisy = [
+        v
+        for v in magnified.intersection(stored)
+        if any(
+            pole_in(eqn)[0] in inverted and eqn.primitive.name not in _SMALL
+            for eqn in equations_behind(v, producers, _is_cheap)
+        )
+    ]
+    return found.union(*(sources_of(v, classes, producers) for v in noisy))
+
+
+def _is_cheap(eqn: Eqn) -> bool:
+    return eqn.primitive.name in CHEAP
 
 
 def _multiplied_with_others(forward: Forward) -> list[Var]:

@@ -1,6 +1,6 @@
 """Read the parts of a traced program."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TypeGuard
 
 import jax
@@ -18,7 +18,15 @@ from jaxact._jaxpr.primitives import (
     PIECEWISE,
     STEPS,
 )
-from jaxact._jaxpr.types import Atom, ClosedJaxpr, Eqn, Jaxpr, Literal, Var
+from jaxact._jaxpr.types import (
+    Atom,
+    ClosedJaxpr,
+    Eqn,
+    Jaxpr,
+    Literal,
+    Producers,
+    Var,
+)
 
 # Explicit ones, of bfloat16.
 _MANTISSA_BITS = 7
@@ -31,6 +39,21 @@ def is_literal(v: Atom) -> TypeGuard[Literal]:
 def variables_in(atoms: Sequence[Atom]) -> list[Var]:
     """The variables among variables and literals."""
     return [v for v in atoms if not is_literal(v)]
+
+
+def equations_behind(
+    v: Var, producers: Producers, is_passed: Callable[[Eqn], bool]
+) -> Iterator[Eqn]:
+    """The equations that `v` is computed by, each once, back to those not passed."""
+    todo, seen = [v], {v}
+    while todo:
+        eqn = producers.get(todo.pop())
+        if eqn is None or not is_passed(eqn):
+            continue
+        yield eqn
+        new = [u for u in variables_in(eqn.invars) if u not in seen]
+        todo += new
+        seen.update(new)
 
 
 def is_float(v: Atom) -> bool:

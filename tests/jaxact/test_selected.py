@@ -112,6 +112,47 @@ def test_what_is_on_the_way_to_a_pole(positive, way):
     assert error < 0.05
 
 
+# Of a value and a probability that softmax multiplies with again: 0.4 to 2e3.
+PAIRS = {
+    "cross-entropy": lambda q, p: q * jnp.log(p + 1e-8),
+    "quotient": lambda q, p: q / (p + 1e-3),
+    "chi-squared": lambda q, p: (q - p) ** 2 / (p + 1e-6),
+    "hyperbolic": lambda q, p: jnp.tanh(q * jnp.log(p + 1e-6)),
+}
+VALUES = {"tanh": jnp.tanh, "relu": jax.nn.relu, "linear": lambda z: z}
+
+
+@pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
+@pytest.mark.parametrize("loss", PAIRS.values(), ids=PAIRS)
+def test_a_probability_times_what_comes_from_others(loss, value):
+    def f(w, v, x):
+        return loss(value(x @ v), jax.nn.softmax(x @ w))
+
+    v = jax.random.normal(jax.random.key(4), W.shape) / 2
+    policy = Policy(bits=8)
+    assert gradient_error(f, W, v, X, policy=policy, argnums=(0, 1, 2)) < 0.05
+
+
+def test_a_value_that_is_exact_for_a_slope_says_so():
+    f = lambda w, x: jnp.tanh(x @ w) / (jax.nn.softmax(x @ w[::-1]) + 1e-3)
+    small = jaxact.compress(f, policy=Policy(bits=8), activations=1)
+    reasons = {r.key: r.why for r in jaxact.residuals(small, W, X).rows}
+    assert "a slope near a pole" in reasons["dot_general"]
+    assert "a function with a pole near it" in reasons["exp"]
+
+
+def test_a_value_that_is_stored_anyway_is_rounded():
+    """Of two softmaxes in a divergence the one that no pole is near to."""
+
+    def f(w, v, x):
+        return jax.nn.softmax(x @ v) * jnp.log(jax.nn.softmax(x @ w) + 1e-8)
+
+    small = jaxact.compress(f, policy=Policy(bits=2), activations=2)
+    rows = jaxact.residuals(small, W, W[::-1], X).rows
+    exact = [r.shape for r in rows if r.bias.value == "exact"]
+    assert exact.count((ROWS, CLASSES)) == 1
+
+
 def test_a_cell_with_a_pole_inside_keeps_its_derivative_alone():
     """Nothing magnifies the noise of log(softplus(z) + 1e-3): its slope is bounded."""
     f = lambda w, x: jnp.log(jax.nn.softplus(x @ w) + 1e-3)
