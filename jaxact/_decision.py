@@ -28,7 +28,7 @@ class Reason(enum.Enum):
     BENT_AGAIN = "a loop's state, nonlinear in itself, is computed from it again"
     SHORT_NORM = "a norm over a few values is taken of it"
     UNLIKE_ROWS = "something is divided by sums of it, which may have any size"
-    NEAR_POLE = "a function with a pole near it is taken (a logarithm, a root, 1 / x)"
+    NEAR_POLE = "it, or what divides it, is near a pole (of a logarithm, a root, 1 / x)"
     BEFORE_POLE = "a slope near a pole is computed from it, and multiplied again"
     ARGUMENT = "an argument: there is nothing to recompute it from"
     SIDE_EFFECT = "not recomputed: that would repeat a side effect"

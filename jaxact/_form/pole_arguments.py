@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from jaxact._form.intervals import REALS, find_intervals, interval_of
 from jaxact._jaxpr.primitives import EXPONENTIALS, SELECTIONS, SUMS
-from jaxact._jaxpr.read import is_literal, variables_in
+from jaxact._jaxpr.read import equations_behind, is_literal, variables_in
 from jaxact._jaxpr.types import Atom, Eqn, Jaxpr, Producers, Var
 
 # An argument that stays this far from the pole has slopes within 10 (a logarithm's)
@@ -39,11 +39,13 @@ class Arguments:
     Attributes:
       bounded: those that a bound is known for. Without one nothing is known: that
         log(x) is taken says that x is positive.
+      numerators: values that are divided by such an operand.
     """
 
     jaxpr: Jaxpr
     bounded: Sequence[Var]
     others: Sequence[Var]
+    numerators: Sequence[Var]
 
     @functools.cached_property
     def _producers(self) -> Producers:
@@ -56,7 +58,9 @@ class Arguments:
           with_sums: go past sums that a mask or an index selects from, and from those
             without a bound.
         """
-        near = [*self.bounded, *(self.others if with_sums else ())]
+        near = [*self.bounded]
+        if with_sums:
+            near += [*self.others, *self._divided_selections()]
         todo = [(v, False) for v in near]  # with whether it is summed
         seen = set(todo)
         while todo:
@@ -71,13 +75,27 @@ class Arguments:
                 inputs = variables_in([eqn.invars[eqn.outvars.index(v)]])
             elif name in _CHOICES:
                 inputs, is_sum = inputs[:1], False
-            elif name not in SUMS | {"mul", "div"}:
+            elif not _is_scaling(eqn):
                 continue
             is_sum = is_sum and name not in ("mul", "select_n")
             new = [(u, is_sum) for u in inputs if (u, is_sum) not in seen]
             todo += new
             seen.update(new)
         return {v for v, is_sum in seen if not is_sum}
+
+    def _divided_selections(self) -> list[Var]:
+        """Selections that numerators are made from.
+
+        The new probability of an action over the old one, which both are small (PPO:
+        3 gradients at 8 bits). No sums: a Dice loss divides sums over whole images.
+        """
+        return [
+            v
+            for numerator in self.numerators
+            for eqn in equations_behind(numerator, self._producers, _is_scaling)
+            if eqn.primitive.name in _CHOICES
+            for v in eqn.outvars
+        ]
 
     def flat(self) -> set[Var]:
         """Results behind them whose function's slope may vanish with the result.
@@ -94,7 +112,7 @@ class Arguments:
 def arguments_near_poles(jaxpr: Jaxpr) -> Arguments:
     """The arguments in a program."""
     intervals = find_intervals(jaxpr)
-    bounded, others = [], []
+    bounded, others, numerators = [], [], []
     for eqn in jaxpr.eqns:
         x, pole = pole_in(eqn)
         if x is None:
@@ -102,7 +120,14 @@ def arguments_near_poles(jaxpr: Jaxpr) -> Arguments:
         lo, hi = interval_of(x, intervals)
         if lo < pole + MARGIN and hi > pole - MARGIN:
             (others if (lo, hi) == REALS else bounded).append(x)
-    return Arguments(jaxpr, bounded, others)
+            if eqn.primitive.name == "div":
+                numerators += variables_in(eqn.invars[:1])
+    return Arguments(jaxpr, bounded, others, numerators)
+
+
+def _is_scaling(eqn: Eqn) -> bool:
+    name = eqn.primitive.name
+    return name in SUMS | _CHOICES | {"mul", "div"}
 
 
 def pole_in(eqn: Eqn) -> tuple[Var | None, float]:
