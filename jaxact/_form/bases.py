@@ -306,10 +306,14 @@ def _is_rounded_by_default(reading: Reading, chooser: Chooser, v: Var) -> bool:
 
 
 def _is_rounded_without_rule(reading: Reading, chooser: Chooser, v: Var) -> bool:
-    """Whether a base is rounded, if stored, and no rule asked for it."""
+    """Whether a base is rounded, if stored, and no rule asked for it.
+
+    Or it would be in longer rows: a number each, from which slopes are computed.
+    """
     decision = reading.decide(_residual(reading, chooser, v))
-    is_stored = not isinstance(decision.action, Recompute)
-    return decision.rule is None and is_stored and decision.bias is not Bias.EXACT
+    if decision.rule is not None or isinstance(decision.action, Recompute):
+        return False
+    return decision.bias is not Bias.EXACT or decision.declined != ""
 
 
 def _residual(reading: Reading, chooser: Chooser, v: Var) -> Residual:

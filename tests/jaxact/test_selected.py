@@ -146,6 +146,18 @@ def test_a_new_probability_over_the_old_one():
     assert error < 0.05
 
 
+def test_a_pole_near_single_numbers_of_rows():
+    """Rows of one number are no smaller packed; what is computed from them would be."""
+
+    def f(w, x):
+        concentration = jax.nn.softplus(x @ w)[:, 0]
+        return x.mean(-1) * concentration - jnp.log(concentration + 1e-6)
+
+    w = 3 * WIDE[:, :1]
+    error = gradient_error(f, w, X, policy=Policy(bits=8), argnums=(0, 1))
+    assert error < 0.05
+
+
 def test_a_value_that_is_exact_for_a_slope_says_so():
     f = lambda w, x: jnp.tanh(x @ w) / (jax.nn.softmax(x @ w[::-1]) + 1e-3)
     small = jaxact.compress(f, policy=Policy(bits=8), activations=1)
