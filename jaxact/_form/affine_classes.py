@@ -248,8 +248,12 @@ def _settle(eqn: Eqn, v: Var, classes: Classes, facts: Facts, small_size: int) -
     cost = sum(classes.cost[x] for x in needed) if is_cheap else keep
     is_large = is_float(v) and v.aval.size > small_size
     if is_large and is_activation(facts, v) and v not in classes.statistics:
+        # Statistics are at hand where an array is exact for a pole: one of a product
+        # of softmaxes that is normalized again.
+        at_hand = () if classes.spared.isdisjoint(sources) else classes.statistics
+        added = cost - sum(classes.cost[x] for x in needed.intersection(at_hand))
         # A look-up in a table as a product with one-hot rows.
-        if 8 * min(cost, keep) > _MOST_BITS * v.aval.size:
+        if 8 * min(added, keep) > _MOST_BITS * v.aval.size:
             return False
     if is_cheap and is_large and not classes.spared.isdisjoint(sources):
         classes.spared.add(v)

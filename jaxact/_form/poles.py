@@ -6,6 +6,8 @@ times its own size in noise, and `rel_entr(p, softmax(z))` 837 times. With the a
 exact both factors cancel as they do without rounding.
 """
 
+from collections.abc import Set
+
 from jaxact._form.affine_classes import Classes
 from jaxact._form.pole_arguments import arguments_near_poles
 from jaxact._jaxpr.primitives import CHEAP
@@ -29,26 +31,30 @@ def bases_near_poles(jaxpr: Jaxpr, classes: Classes) -> set[Var]:
     return {classes.whole_base(v) for v in found if not classes.is_exact(v)}
 
 
-def sources_of(v: Var, classes: Classes, producers: Producers) -> set[Var]:
+def sources_of(
+    v: Var, classes: Classes, producers: Producers, cheap: Set[str] = CHEAP
+) -> set[Var]:
     """Bases that an argument is a cheap function of, unless they are larger.
 
     Rounded, they have noise that the pole magnifies: the slope of log(x^2 + 1e-3) is x
     times 2 / (x^2 + 1e-3), at 8 bits with an error of two gradients; that of
     x rsqrt(x^2 + 1e-4) is a small difference.
     """
-    sources = sources_behind(v, classes, producers)
+    sources = sources_behind(v, classes, producers, cheap)
     size = sum(x.aval.size for x in sources)
     return sources if size <= _MORE * v.aval.size else set()
 
 
-def sources_behind(v: Var, classes: Classes, producers: Producers) -> set[Var]:
+def sources_behind(
+    v: Var, classes: Classes, producers: Producers, cheap: Set[str] = CHEAP
+) -> set[Var]:
     """The inexact values that `v` is computed from, past cheap functions."""
     sources: set[Var] = set()
     todo, seen = [v], set()
     while todo:
         x = todo.pop()
         eqn = producers.get(x)
-        if eqn is None or eqn.primitive.name not in CHEAP or eqn.effects:
+        if eqn is None or eqn.primitive.name not in cheap or eqn.effects:
             sources.add(x)
             continue
         new = [u for u in variables_in(eqn.invars) if u not in seen]

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from jaxact._form.chooser import Chooser
 from jaxact._form.pole_arguments import arguments_near_poles, pole_in
 from jaxact._form.poles import sources_behind, sources_of
-from jaxact._jaxpr.primitives import CHEAP, MATMULS
+from jaxact._jaxpr.primitives import CHEAP, MATMULS, SELECTIONS
 from jaxact._jaxpr.read import (
     equations_behind,
     is_literal,
@@ -60,7 +60,10 @@ def sources_near_poles(
             for eqn in equations_behind(v, producers, _is_cheap)
         )
     ]
-    return found.union(*(sources_of(v, classes, producers) for v in noisy))
+    for v in noisy:  # a network's output, or only parts: deviations of a mixture
+        whole = sources_of(v, classes, producers)
+        found |= whole or sources_of(v, classes, producers, CHEAP - SELECTIONS)
+    return found
 
 
 def _is_cheap(eqn: Eqn) -> bool:

@@ -158,6 +158,29 @@ def test_a_pole_near_single_numbers_of_rows():
     assert error < 0.05
 
 
+def of_mixture(h):
+    """The likelihood of 0 in mixtures of normals, by parts of a network's output."""
+    weights, means, deviations = jnp.split(h, 3, -1)
+    s = jax.nn.softplus(deviations) + 1e-3
+    terms = jax.nn.log_softmax(weights) - (means / s) ** 2 / 2 - jnp.log(s)
+    return jax.nn.logsumexp(terms, -1)
+
+
+def of_experts(h):
+    """A class's probability by two networks' geometric mean."""
+    p, q = jax.nn.softmax(h[:, :32]), jax.nn.softmax(h[:, 32:64])
+    both = jnp.sqrt(p * q + 1e-8)
+    return jnp.log((both / both.sum(-1, keepdims=True))[:, 3] + 1e-8)
+
+
+@pytest.mark.parametrize("loss", [of_mixture, of_experts])
+def test_a_likelihood_of_several(loss):
+    """Errors were 14 and 0.5 gradients."""
+    w = jax.random.normal(jax.random.key(6), (64, 96)) / 4
+    f = lambda w, x: loss(x @ w)
+    assert gradient_error(f, w, X, policy=Policy(bits=8), argnums=(0, 1)) < 0.05
+
+
 def test_a_value_that_is_exact_for_a_slope_says_so():
     f = lambda w, x: jnp.tanh(x @ w) / (jax.nn.softmax(x @ w[::-1]) + 1e-3)
     small = jaxact.compress(f, policy=Policy(bits=8), activations=1)
