@@ -74,8 +74,9 @@ class Rule(Saved):
       where: predicate on a `Residual`.
 
     A rule that matches nothing in the first program that is differentiated with its
-    policy is warned about, with the nearest names or paths that there are. The table
-    that `jaxact.residuals` prints lists all such rules.
+    policy is warned about, with the nearest names or paths that there are, unless its
+    path is '*': wherever there is one. The table that `jaxact.residuals` prints lists
+    all such rules.
 
     Raises:
       TypeError: `action` is not an action such as Quantize(4) or Exact(); `key`,

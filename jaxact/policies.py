@@ -66,7 +66,7 @@ class IsNormalized(Saved):
         return residual.is_normalized
 
 
-# A network without BatchNorm is no mistake: rules with a path do not warn.
+# A network without BatchNorm is no mistake: with this path there is no warning.
 _EXACT_NORMS = Rule(Exact(), path="*", where=IsNormalized())
 # ActNN's levels with fixed bits, and their text for messages.
 _FIXED_LEVELS = {

@@ -140,7 +140,7 @@ def warn_about_rules(policy: Policy) -> None:
     watch.is_over = True
     calls = ", ".join(sorted(watch.calls))
     for index, rule in enumerate(policy.rules):
-        if index not in watch.used:
+        if index not in watch.used and rule.path != "*":
             _warn(
                 watch.line,
                 f"jaxact: {rule} matched no residual of {calls}."
