@@ -22,6 +22,8 @@ _POLES = {
     **dict.fromkeys("log log2 sqrt rsqrt cbrt lgamma digamma".split(), 0.0),
     "log1p": -1.0,
 }
+# Those among them that are not large there themselves; their slopes are.
+SMALL_NEAR_POLES = frozenset("log log2 log1p sqrt cbrt".split())
 # Functions with a slope that vanishes where they are zero, or end.
 _FLAT = EXPONENTIALS | frozenset(
     "expm1 log1p logistic tanh erf erfc square integer_pow sin cos".split()

@@ -39,6 +39,9 @@ def sources_of(
     Rounded, they have noise that the pole magnifies: the slope of log(x^2 + 1e-3) is x
     times 2 / (x^2 + 1e-3), at 8 bits with an error of two gradients; that of
     x rsqrt(x^2 + 1e-4) is a small difference.
+
+    Args:
+      cheap: names that are looked past.
     """
     sources = sources_behind(v, classes, producers, cheap)
     size = sum(x.aval.size for x in sources)

@@ -11,10 +11,14 @@ is exact and that has the noise of its largest elements, 1e8 of q's, which softm
 multiplies with p again (1e3 gradients at 8 bits). With q exact too it has none.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from jaxact._form.chooser import Chooser
-from jaxact._form.pole_arguments import arguments_near_poles, pole_in
+from jaxact._form.pole_arguments import (
+    SMALL_NEAR_POLES,
+    arguments_near_poles,
+    pole_in,
+)
 from jaxact._form.poles import sources_behind, sources_of
 from jaxact._jaxpr.primitives import CHEAP, MATMULS, SELECTIONS
 from jaxact._jaxpr.read import (
@@ -26,15 +30,13 @@ from jaxact._jaxpr.read import (
 from jaxact._jaxpr.types import Eqn, Var
 from jaxact._plan.forward import Forward
 
-# Functions that are not large near their pole, as their slopes are.
-_SMALL = frozenset("log log2 log1p sqrt cbrt".split())
 _PRODUCTS = frozenset("mul div select_n".split())
 
 
 def sources_near_poles(
     forward: Forward, chooser: Chooser, leaves: Sequence[Var], arguments: Iterable[Var]
 ) -> set[Var]:
-    """Bases that are better exact than arguments computed from them.
+    """Bases that are better exact than arguments or slopes computed from them.
 
     Args:
       leaves: the residuals.
@@ -44,26 +46,35 @@ def sources_near_poles(
     stored = chooser.choose(leaves)
     kept, _ = chooser.derive(leaves, stored)
     magnified = set(chooser.bases(_multiplied_with_others(forward)))
+    slopes = _near_poles(forward, chooser, magnified.intersection(stored))
     found: set[Var] = set()
     for v in arguments:
         sources = sources_of(v, classes, producers)
         noisy = stored if v in kept else magnified
         if any(sources_behind(x, classes, producers) <= sources for x in noisy):
             found |= sources
-    near = arguments_near_poles(forward.jaxpr)
-    inverted = classes.spared.intersection([*near.bounded, *near.others])
-    noisy = [
-        v
-        for v in magnified.intersection(stored)
-        if any(
-            pole_in(eqn)[0] in inverted and eqn.primitive.name not in _SMALL
-            for eqn in equations_behind(v, producers, _is_cheap)
-        )
-    ]
-    for v in noisy:  # a network's output, or only parts: deviations of a mixture
+    for v in slopes:  # from a network's output, or its parts: a mixture's deviations
         whole = sources_of(v, classes, producers)
         found |= whole or sources_of(v, classes, producers, CHEAP - SELECTIONS)
     return found
+
+
+def _near_poles(
+    forward: Forward, chooser: Chooser, slopes: Collection[Var]
+) -> list[Var]:
+    """Those among `slopes` that exact arguments make large: q / (p + 1e-8)."""
+    if not slopes:
+        return []
+    near = arguments_near_poles(forward.jaxpr)
+    exact = chooser.classes.spared.intersection([*near.bounded, *near.others])
+    return [
+        v
+        for v in slopes
+        if any(
+            pole_in(eqn)[0] in exact and eqn.primitive.name not in SMALL_NEAR_POLES
+            for eqn in equations_behind(v, chooser.producers, _is_cheap)
+        )
+    ]
 
 
 def _is_cheap(eqn: Eqn) -> bool:
