@@ -29,7 +29,10 @@ class Reason(enum.Enum):
     SHORT_NORM = "a norm over a few values is taken of it"
     UNLIKE_ROWS = "something is divided by sums of it, which may have any size"
     NEAR_POLE = "it, or what divides it, is near a pole (of a logarithm, a root, 1 / x)"
-    BEFORE_POLE = "a slope near a pole is computed from it, and multiplied again"
+    BEFORE_POLE = (
+        "a slope near a pole, or with an exponential, is computed from it, and "
+        "multiplied again"
+    )
     ARGUMENT = "an argument: there is nothing to recompute it from"
     SIDE_EFFECT = "not recomputed: that would repeat a side effect"
     CARRIED = "a scan's carry, kept exactly for each step"

@@ -258,9 +258,11 @@ class Policy(Saved):
         if self.default is not None and (is_lossless or not (spared or is_mask)):
             return _apply(self.default, residual, Reason.DEFAULT)
         if is_mask and not small:
-            on_host = isinstance(self.default, Offload)
-            action = Offload(Bitmask()) if on_host else Bitmask()
-            return Decision(residual, action, Reason.MASK)
+            decision = _apply(Bitmask(), residual, Reason.MASK)
+            if isinstance(self.default, Offload):
+                moved = Offload(decision.codec)
+                return dataclasses.replace(decision, action=moved)
+            return decision
         if not (is_float or is_mask):
             return Decision(residual, Exact(), Reason.NOT_FLOAT)
         if spared or is_mask:

@@ -1,6 +1,7 @@
 """One bit per element, for residuals that are true or false (ReLU, dropout, where)."""
 
 import dataclasses
+import math
 
 import jax
 import numpy as np
@@ -23,7 +24,14 @@ class Bitmask(Codec[jax.Array]):
         return "1 bit"
 
     def declines(self, shape: tuple[int, ...], dtype: DTypeLike) -> str | None:
-        return None if dtype == np.bool_ else f"Bitmask stores bool, not {dtype}"
+        if dtype != np.bool_:
+            return f"Bitmask stores bool, not {dtype}"
+        if mask.stored_bytes(shape) < math.prod(shape):
+            return None
+        return (
+            f"rows of {shape[-1] if shape else 1} elements, padded to 32, would be no "
+            "smaller packed; give such arrays longer rows"
+        )
 
     def encode(self, x: jax.Array, seed: jax.Array) -> jax.Array:
         return mask.encode(x)

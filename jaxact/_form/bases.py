@@ -149,12 +149,12 @@ def _bases(reading: Reading) -> _Bases:
     }
     if spared:
         chooser = chooser_with(spared)
-        near = [v for v, reason in spared.items() if reason is Reason.NEAR_POLE]
-        found = sources_near_poles(reading.forward, chooser, reading.leaves, near)
-        found = {v for v in found if _is_rounded_without_rule(reading, chooser, v)}
-        if found:
-            spared |= dict.fromkeys(found - spared.keys(), Reason.BEFORE_POLE)
-            chooser = chooser_with(spared)
+    near = [v for v, reason in spared.items() if reason is Reason.NEAR_POLE]
+    found = sources_near_poles(reading, chooser, near)
+    found = {v for v in found if _is_rounded_without_rule(reading, chooser, v)}
+    if found:
+        spared |= dict.fromkeys(found - spared.keys(), Reason.BEFORE_POLE)
+        chooser = chooser_with(spared)
 
     def bases_with(wholes: Collection[Var]) -> _Bases:
         stored = tuple(chooser.choose(reading.leaves, wholes))

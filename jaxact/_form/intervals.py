@@ -6,7 +6,7 @@ are not included: a bound is compared with a margin that is far wider.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -28,6 +28,7 @@ _RANGES: dict[str, Interval] = {
     "sin": (-1.0, 1.0),
     "cos": (-1.0, 1.0),
 }
+_COMPARISONS = frozenset("gt ge lt le".split())
 # Elements of the first operand.
 _EXTREMES = frozenset("reduce_max reduce_min cummax cummin sort top_k".split())
 
@@ -35,17 +36,23 @@ _EXTREMES = frozenset("reduce_max reduce_min cummax cummin sort top_k".split())
 def find_intervals(jaxpr: Jaxpr) -> dict[Var, Interval]:
     """An interval for each computed variable that has one shorter than the reals."""
     intervals: dict[Var, Interval] = {}
+    comparisons: dict[Var, Eqn] = {}
     for eqn in jaxpr.eqns:
+        if eqn.primitive.name in _COMPARISONS:
+            comparisons.update(dict.fromkeys(eqn.outvars, eqn))
         # The others that sort and top_k have are indices.
         parts = eqn.outvars if eqn.primitive.name in SELECTIONS else eqn.outvars[:1]
         if parts == eqn.outvars or eqn.primitive.name in _EXTREMES:
-            interval = _result(eqn, [interval_of(v, intervals) for v in eqn.invars])
+            operands = [interval_of(v, intervals) for v in eqn.invars]
+            if eqn.primitive.name == "select_n":
+                operands = _selected(eqn, operands, comparisons, intervals)
+            interval = _result(eqn, operands)
             if interval != REALS:
                 intervals.update(dict.fromkeys(parts, interval))
     return intervals
 
 
-def interval_of(v: Atom, intervals: dict[Var, Interval]) -> Interval:
+def interval_of(v: Atom, intervals: Mapping[Var, Interval]) -> Interval:
     """The interval of a variable or a literal."""
     if is_literal(v):
         values = np.asarray(v.val)
@@ -78,6 +85,36 @@ def _result(eqn: Eqn, operands: Sequence[Interval]) -> Interval:
         return _scattered(name, operands[0], operands[-1])
     function = _FUNCTIONS.get(name)
     return REALS if function is None else function(*operands)
+
+
+def _selected(
+    eqn: Eqn,
+    operands: Sequence[Interval],
+    comparisons: Mapping[Var, Eqn],
+    intervals: Mapping[Var, Interval],
+) -> list[Interval]:
+    """Operands where they are selected: x in where(x > 0, x, expm1(x)), of an ELU."""
+    test, *cases = eqn.invars
+    comparison = None if is_literal(test) else comparisons.get(test)
+    if comparison is None or len(cases) != 2:
+        return [*operands]
+    x, bound = comparison.invars
+    lo, hi = interval_of(bound, intervals)
+    is_greater = comparison.primitive.name in ("gt", "ge")
+    ends = [(-math.inf, hi), (lo, math.inf)]  # where it is false, and true
+    if not is_greater:
+        ends = [(lo, math.inf), (-math.inf, hi)]
+    own = [
+        _both(operand, end) if case is x else operand
+        for case, operand, end in zip(cases, operands[1:], ends, strict=True)
+    ]
+    return [operands[0], *own]
+
+
+def _both(x: Interval, y: Interval) -> Interval:
+    """What two intervals share, or the first one if they share nothing."""
+    lo, hi = max(x[0], y[0]), min(x[1], y[1])
+    return (lo, hi) if lo <= hi else x
 
 
 def _hull(*intervals: Interval) -> Interval:

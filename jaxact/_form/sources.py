@@ -8,45 +8,52 @@ goes to a matrix product alone.
 
 Where others are in it too, as q in q / (p + 1e-8), the derivative of q log(p + 1e-8), p
 is exact and that has the noise of its largest elements, 1e8 of q's, which softmax
-multiplies with p again (1e3 gradients at 8 bits). With q exact too it has none.
+multiplies with p again (1e3 gradients at 8 bits). With q exact too it has none. An
+exponential that may be large is such an inverse too: (y - m) exp(-2 h), the slope of a
+normal in a mixture, meets the normal's share of the likelihood, which is small there
+(4 gradients at 8 bits).
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import functools
+from collections.abc import Collection, Iterable
 
 from jaxact._form.chooser import Chooser
+from jaxact._form.intervals import find_intervals, interval_of
 from jaxact._form.pole_arguments import (
+    MARGIN,
     SMALL_NEAR_POLES,
     arguments_near_poles,
     pole_in,
 )
 from jaxact._form.poles import sources_behind, sources_of
-from jaxact._jaxpr.primitives import CHEAP, MATMULS, SELECTIONS
-from jaxact._jaxpr.read import (
-    equations_behind,
-    is_literal,
-    programs_in,
-    variables_in,
-)
+from jaxact._form.products import Products
+from jaxact._jaxpr.flow import Facts, fact_of
+from jaxact._jaxpr.primitives import CHEAP, EXPONENTIALS, MOVES, SELECTIONS
+from jaxact._jaxpr.read import equations_behind
 from jaxact._jaxpr.types import Eqn, Var
-from jaxact._plan.forward import Forward
+from jaxact._plan.reading import Reading
 
-_PRODUCTS = frozenset("mul div select_n".split())
+# Parts of one network's output are sources apart.
+_UNSELECTED = CHEAP - SELECTIONS
+_SCALING = MOVES | frozenset("mul div neg square integer_pow exp exp2".split())
 
 
 def sources_near_poles(
-    forward: Forward, chooser: Chooser, leaves: Sequence[Var], arguments: Iterable[Var]
+    reading: Reading, chooser: Chooser, arguments: Iterable[Var]
 ) -> set[Var]:
     """Bases that are better exact than arguments or slopes computed from them.
 
     Args:
-      leaves: the residuals.
       arguments: bases near a pole, which stay exact.
     """
     classes, producers = chooser.classes, chooser.producers
-    stored = chooser.choose(leaves)
-    kept, _ = chooser.derive(leaves, stored)
-    magnified = set(chooser.bases(_multiplied_with_others(forward)))
-    slopes = _near_poles(forward, chooser, magnified.intersection(stored))
+    stored = chooser.choose(reading.leaves)
+    kept, _ = chooser.derive(reading.leaves, stored)
+    products = Products(reading)
+    magnified = set(chooser.bases(products.with_others()))
+    alone = chooser.bases(products.after_others())
+    slopes = _near_poles(chooser, magnified.intersection(stored))
+    slopes += _with_exponentials(chooser, reading.facts, set(alone) & set(stored))
     found: set[Var] = set()
     for v in arguments:
         sources = sources_of(v, classes, producers)
@@ -55,17 +62,15 @@ def sources_near_poles(
             found |= sources
     for v in slopes:  # from a network's output, or its parts: a mixture's deviations
         whole = sources_of(v, classes, producers)
-        found |= whole or sources_of(v, classes, producers, CHEAP - SELECTIONS)
+        found |= whole or sources_of(v, classes, producers, _UNSELECTED)
     return found
 
 
-def _near_poles(
-    forward: Forward, chooser: Chooser, slopes: Collection[Var]
-) -> list[Var]:
+def _near_poles(chooser: Chooser, slopes: Collection[Var]) -> list[Var]:
     """Those among `slopes` that exact arguments make large: q / (p + 1e-8)."""
     if not slopes:
         return []
-    near = arguments_near_poles(forward.jaxpr)
+    near = arguments_near_poles(chooser.jaxpr)
     exact = chooser.classes.spared.intersection([*near.bounded, *near.others])
     return [
         v
@@ -81,50 +86,34 @@ def _is_cheap(eqn: Eqn) -> bool:
     return eqn.primitive.name in CHEAP
 
 
-def _multiplied_with_others(forward: Forward) -> list[Var]:
-    """Residuals that a cotangent is multiplied with among others, or may be.
-
-    With no sum between, such as a matrix product has.
-    """
-    readers: dict[Var, list[Eqn]] = {}
-    makers: dict[Var, list[Eqn]] = {}
-    for eqn in forward.used_backward:
-        for v in variables_in(eqn.invars):
-            readers.setdefault(v, []).append(eqn)
-        makers.update(dict.fromkeys(eqn.outvars, [eqn]))
-
-    def is_multiplied(residual: Var) -> bool:
-        products = readers.get(residual, ())
-        after = [v for eqn in products for v in eqn.outvars]
-        before = [v for eqn in products for v in variables_in(eqn.invars)]
-        return _meets_product(after, readers, True) or _meets_product(
-            before, makers, False
-        )
-
-    pairs = zip(forward.residuals, forward.backward.residuals, strict=True)
+def _with_exponentials(
+    chooser: Chooser, facts: Facts, slopes: Collection[Var]
+) -> list[Var]:
+    """Those among `slopes` that are others times an exponential that may be large."""
+    producers = chooser.producers
+    exponentials = {
+        v: [
+            eqn.outvars[0]
+            for eqn in equations_behind(v, producers, _scales)
+            if eqn.primitive.name in EXPONENTIALS and fact_of(facts, eqn.outvars[0])
+        ]
+        for v in slopes
+    }
+    if not any(exponentials.values()):
+        return []
+    intervals = find_intervals(chooser.jaxpr)
+    parts = functools.partial(
+        sources_behind, classes=chooser.classes, producers=producers, cheap=_UNSELECTED
+    )
     return [
         v
-        for v, own in pairs
-        if not (is_literal(v) or is_literal(own)) and is_multiplied(own)
+        for v, found in exponentials.items()
+        for large in found
+        if interval_of(large, intervals)[1] > 1 / MARGIN
+        and not parts(v) <= parts(large)
     ]
 
 
-def _meets_product(
-    variables: Sequence[Var], equations: Mapping[Var, Sequence[Eqn]], is_after: bool
-) -> bool:
-    """Whether values meet a product or a mask before a matrix product.
-
-    Args:
-      equations: that read each variable, or that make it.
-    """
-    todo, seen = list(variables), set(variables)
-    while todo:
-        for eqn in equations.get(todo.pop(), ()):
-            name, inputs = eqn.primitive.name, variables_in(eqn.invars)
-            arrays = [v for v in inputs if v.aval.size > 1]
-            if programs_in(eqn) or (name in _PRODUCTS and len(arrays) > 1):
-                return True
-            new = [] if name in MATMULS else eqn.outvars if is_after else inputs
-            todo += [v for v in new if v not in seen]
-            seen.update(new)
-    return False
+def _scales(eqn: Eqn) -> bool:
+    """Whether its result is large where an operand is."""
+    return eqn.primitive.name in _SCALING

@@ -94,6 +94,12 @@ def test_an_action_that_cannot_store_says_so():
     assert "not int32" in decision.why
     decision = decide(Policy(rules=(Rule(Cast(jnp.float32)),)))
     assert "no wider" in decision.why
+    decision = decide(Policy(), Residual((1024, 4), np.dtype(bool)))
+    assert decision.action == Exact()  # 4 bytes a row, as packed
+    assert "would be no smaller" in decision.why
+    offload = Policy(default=Offload())
+    decision = decide(offload, Residual((1024, 4), np.dtype(bool)))
+    assert decision.action == Offload()
 
 
 def test_policies_are_values():
