@@ -1,14 +1,16 @@
 """Products that residuals meet in the backward program before a matrix product."""
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from jaxact._jaxpr.primitives import MATMULS
 from jaxact._jaxpr.read import contracts, is_literal, programs_in, variables_in
 from jaxact._jaxpr.types import Eqn, Var
 from jaxact._plan.reading import Reading
 
+_Test: TypeAlias = Callable[[Eqn], bool]
 _PRODUCTS = frozenset("mul div select_n".split())
 
 
@@ -26,15 +28,35 @@ class Products:
         return [
             v
             for v, own in self._residuals()
-            if self._meets_before(own) or self._meets_after(own)
+            if self._is_before(self._readers.get(own, ()), _is_product)
+            or self._is_after(self._readers.get(own, ()), _is_product)
         ]
 
-    def after_others(self) -> list[Var]:
-        """Residuals that a cotangent is multiplied with after another factor.
+    def follows(self, residual: Var, sources: Collection[Var]) -> bool:
+        """Whether a factor that is computed from `sources` comes before it.
 
-        Each element alone: no product that sums, as a matrix product does.
+        Each element alone: no product that sums, as a matrix product does. And not all
+        elements of a group alike, as a number for each index along axis 0 does.
         """
-        return [v for v, own in self._residuals() if self._meets_before(own, True)]
+        forward = self.reading.forward
+        computed = _computed_from(sources, forward.jaxpr.eqns)
+        own = {b for v, b in self._residuals() if v in computed}
+        factors = _computed_from(own, forward.used_backward)
+        shape = residual.aval.shape
+        alike = shape[0] if len(shape) > 1 else 1
+
+        def is_found(eqn: Eqn) -> bool:
+            inputs = variables_in(eqn.invars)
+            return _is_product(eqn, alike) and not factors.isdisjoint(inputs)
+
+        products = [
+            eqn
+            for v, b in self._residuals()
+            if v is residual
+            for eqn in self._readers.get(b, ())
+            if not (eqn.primitive.name in MATMULS and contracts(eqn))
+        ]
+        return self._is_before(products, is_found)
 
     def _residuals(self) -> Iterator[tuple[Var, Var]]:
         """The residuals, in the forward and in the backward program."""
@@ -57,28 +79,42 @@ class Products:
         equations = self.reading.forward.used_backward
         return {v: [eqn] for eqn in equations for v in eqn.outvars}
 
-    def _meets_before(self, own: Var, is_alone: bool = False) -> bool:
-        products = self._readers.get(own, ())
-        if is_alone:
-            products = [eqn for eqn in products if not _sums(eqn)]
-        inputs = [v for eqn in products for v in variables_in(eqn.invars)]
-        return _meets_product(inputs, self._makers, False)
+    def _is_before(self, eqns: Sequence[Eqn], is_found: _Test) -> bool:
+        inputs = [v for eqn in eqns for v in variables_in(eqn.invars)]
+        return _is_met(inputs, self._makers, is_found, False)
 
-    def _meets_after(self, own: Var) -> bool:
-        outputs = [v for eqn in self._readers.get(own, ()) for v in eqn.outvars]
-        return _meets_product(outputs, self._readers, True)
+    def _is_after(self, eqns: Sequence[Eqn], is_found: _Test) -> bool:
+        outputs = [v for eqn in eqns for v in eqn.outvars]
+        return _is_met(outputs, self._readers, is_found, True)
 
 
-def _sums(eqn: Eqn) -> bool:
-    return eqn.primitive.name in MATMULS and contracts(eqn)
+def _computed_from(sources: Collection[Var], equations: Sequence[Eqn]) -> set[Var]:
+    """Variables with any of these sources, and the sources."""
+    found = set(sources)
+    for eqn in equations:
+        if not found.isdisjoint(variables_in(eqn.invars)):
+            found.update(eqn.outvars)
+    return found
 
 
-def _meets_product(
+def _is_product(eqn: Eqn, alike: int = 1) -> bool:
+    """Whether it multiplies arrays, or selects by one, or may do.
+
+    Args:
+      alike: arrays with no more elements do not count.
+    """
+    arrays = [v for v in variables_in(eqn.invars) if v.aval.size > alike]
+    is_product = eqn.primitive.name in _PRODUCTS and len(arrays) > 1
+    return is_product or bool(programs_in(eqn))
+
+
+def _is_met(
     variables: Sequence[Var],
     equations: Mapping[Var, Sequence[Eqn]],
+    is_found: _Test,
     is_after: bool,
 ) -> bool:
-    """Whether values meet a product or a mask before a matrix product.
+    """Whether values meet such an equation before a matrix product.
 
     Args:
       equations: that read each variable, or that make it.
@@ -86,11 +122,11 @@ def _meets_product(
     todo, seen = list(variables), set(variables)
     while todo:
         for eqn in equations.get(todo.pop(), ()):
-            name, inputs = eqn.primitive.name, variables_in(eqn.invars)
-            arrays = [v for v in inputs if v.aval.size > 1]
-            if programs_in(eqn) or (name in _PRODUCTS and len(arrays) > 1):
+            if is_found(eqn):
                 return True
-            new = [] if name in MATMULS else eqn.outvars if is_after else inputs
-            todo += [v for v in new if v not in seen]
+            is_end = eqn.primitive.name in MATMULS
+            new = eqn.outvars if is_after else variables_in(eqn.invars)
+            new = [v for v in new if v not in seen and not is_end]
+            todo += new
             seen.update(new)
     return False

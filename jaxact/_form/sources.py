@@ -27,7 +27,7 @@ from jaxact._form.pole_arguments import (
 )
 from jaxact._form.poles import sources_behind, sources_of
 from jaxact._form.products import Products
-from jaxact._jaxpr.flow import Facts, fact_of
+from jaxact._jaxpr.flow import fact_of
 from jaxact._jaxpr.primitives import CHEAP, EXPONENTIALS, MOVES, SELECTIONS
 from jaxact._jaxpr.read import equations_behind
 from jaxact._jaxpr.types import Eqn, Var
@@ -51,9 +51,8 @@ def sources_near_poles(
     kept, _ = chooser.derive(reading.leaves, stored)
     products = Products(reading)
     magnified = set(chooser.bases(products.with_others()))
-    alone = chooser.bases(products.after_others())
     slopes = _near_poles(chooser, magnified.intersection(stored))
-    slopes += _with_exponentials(chooser, reading.facts, set(alone) & set(stored))
+    slopes += _with_exponentials(chooser, products, stored)
     found: set[Var] = set()
     for v in arguments:
         sources = sources_of(v, classes, producers)
@@ -87,15 +86,19 @@ def _is_cheap(eqn: Eqn) -> bool:
 
 
 def _with_exponentials(
-    chooser: Chooser, facts: Facts, slopes: Collection[Var]
+    chooser: Chooser, products: Products, slopes: Collection[Var]
 ) -> list[Var]:
-    """Those among `slopes` that are others times an exponential that may be large."""
-    producers = chooser.producers
+    """Those among `slopes` that are others times an exponential that may be large.
+
+    They meet a factor from the same sources, which may be small there.
+    """
+    reading, producers = products.reading, chooser.producers
     exponentials = {
         v: [
             eqn.outvars[0]
             for eqn in equations_behind(v, producers, _scales)
-            if eqn.primitive.name in EXPONENTIALS and fact_of(facts, eqn.outvars[0])
+            if eqn.primitive.name in EXPONENTIALS
+            and fact_of(reading.facts, eqn.outvars[0])
         ]
         for v in slopes
     }
@@ -105,13 +108,19 @@ def _with_exponentials(
     parts = functools.partial(
         sources_behind, classes=chooser.classes, producers=producers, cheap=_UNSELECTED
     )
-    return [
-        v
-        for v, found in exponentials.items()
-        for large in found
-        if interval_of(large, intervals)[1] > 1 / MARGIN
-        and not parts(v) <= parts(large)
-    ]
+
+    def is_found(v: Var) -> bool:
+        sources = parts(v)
+        return any(
+            interval_of(e, intervals)[1] > 1 / MARGIN and not sources <= parts(e)
+            for e in exponentials[v]
+        ) and any(
+            products.follows(r, sources)
+            for r in reading.leaves
+            if v in chooser.bases([r])
+        )
+
+    return list(filter(is_found, slopes))
 
 
 def _scales(eqn: Eqn) -> bool:

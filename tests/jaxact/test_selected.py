@@ -276,7 +276,7 @@ WITHOUT_TAILS = {
 
 @pytest.mark.parametrize("body", WITHOUT_TAILS.values(), ids=WITHOUT_TAILS)
 def test_exponentials_that_no_likelihood_is_taken_of_are_rounded(body):
-    """A gated unit, a flow's coupling, a decay: no activation meets their slopes."""
+    """A gated unit, a flow's coupling, a decay: their slopes meet no such factor."""
 
     def f(w, v, x):
         return jnp.tanh(body(*jnp.split(x @ w, 2, -1)) @ v)
@@ -284,3 +284,16 @@ def test_exponentials_that_no_likelihood_is_taken_of_are_rounded(body):
     small = jaxact.compress(f, policy=Policy(bits=2), activations=2)
     rows = jaxact.residuals(small, WIDE, WIDE[:32], X).rows
     assert all(r.bias.value != "exact" for r in rows if r.dtype == jnp.float32)
+
+
+def test_a_factor_for_a_whole_row_leaves_its_groups_rounded():
+    """The likelihood of one normal scales all slopes of its row alike."""
+
+    def f(w, x):
+        means, deviations = jnp.split(x @ w, 2, -1)
+        return jnp.exp(-(means**2 * jnp.exp(-deviations)).mean(-1))
+
+    small = jaxact.compress(f, policy=Policy(bits=2), activations=1)
+    shapes = {(ROWS, 64), (ROWS, 32)}
+    rows = [r for r in jaxact.residuals(small, WIDE, X).rows if r.shape in shapes]
+    assert all(r.bias.value != "exact" for r in rows)
