@@ -48,17 +48,18 @@ def sources_near_poles(
     """
     classes, producers = chooser.classes, chooser.producers
     stored = chooser.choose(reading.leaves)
-    kept, _ = chooser.derive(reading.leaves, stored)
     products = Products(reading)
-    magnified = set(chooser.bases(products.with_others()))
-    slopes = _near_poles(chooser, magnified.intersection(stored))
-    slopes += _with_exponentials(chooser, products, stored)
     found: set[Var] = set()
-    for v in arguments:
-        sources = sources_of(v, classes, producers)
-        noisy = stored if v in kept else magnified
-        if any(sources_behind(x, classes, producers) <= sources for x in noisy):
-            found |= sources
+    slopes = _with_exponentials(chooser, products, stored)
+    if classes.spared:
+        kept, _ = chooser.derive(reading.leaves, stored)
+        magnified = set(chooser.bases(products.with_others()))
+        slopes += _near_poles(chooser, magnified.intersection(stored))
+        for v in arguments:
+            sources = sources_of(v, classes, producers)
+            noisy = stored if v in kept else magnified
+            if any(sources_behind(x, classes, producers) <= sources for x in noisy):
+                found |= sources
     for v in slopes:  # from a network's output, or its parts: a mixture's deviations
         whole = sources_of(v, classes, producers)
         found |= whole or sources_of(v, classes, producers, _UNSELECTED)
