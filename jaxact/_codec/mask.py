@@ -8,7 +8,9 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxact._codec.base import Bias, Codec
+from jaxact._codec.rows import no_smaller
 from jaxact_kernels import mask
+from jaxact_kernels.index.reference import index_layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,10 +30,7 @@ class Bitmask(Codec[jax.Array]):
             return f"Bitmask stores bool, not {dtype}"
         if mask.stored_bytes(shape) < math.prod(shape):
             return None
-        return (
-            f"rows of {shape[-1] if shape else 1} elements, padded to 32, would be no "
-            "smaller packed; give such arrays longer rows"
-        )
+        return no_smaller(index_layout(shape))
 
     def encode(self, x: jax.Array, seed: jax.Array) -> jax.Array:
         return mask.encode(x)

@@ -6,7 +6,7 @@ from typing import Protocol
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxact_kernels.layout import layout_of
+from jaxact_kernels.layout import Layout, layout_of
 
 _METADATA_BYTES = 4  # for a group
 
@@ -32,6 +32,11 @@ def short_rows(codec: Grouped, shape: tuple[int, ...], dtype: DTypeLike) -> str 
     exact = math.prod(shape) * jnp.dtype(dtype).itemsize
     if packed < exact or not exact:
         return None
+    return no_smaller(layout)
+
+
+def no_smaller(layout: Layout) -> str:
+    """Why an array with this layout is not packed."""
     return (
         f"rows of {layout.length} elements, padded to {layout.group}, would be no "
         "smaller packed; give such arrays longer rows"

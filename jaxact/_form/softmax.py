@@ -29,6 +29,7 @@ from jaxact._jaxpr.read import (
     is_literal,
     keeps_elements,
     names_inside,
+    readers_of,
     variables_in,
 )
 from jaxact._jaxpr.rewrite import Body, new_equation, with_outputs
@@ -83,10 +84,7 @@ class Softmax:
 def softmaxes(jaxpr: Jaxpr) -> Iterator[Softmax]:
     """The softmaxes in a program of which nothing but the output is read."""
     producers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-    readers: dict[Var, list[Eqn]] = {}
-    for eqn in jaxpr.eqns:
-        for v in set(variables_in(eqn.invars)):
-            readers.setdefault(v, []).append(eqn)
+    readers = readers_of(jaxpr.eqns)
     outputs = set(variables_in(jaxpr.outvars))
     for eqn in jaxpr.eqns:
         found = _softmax(eqn, producers) if eqn.primitive.name == "div" else None

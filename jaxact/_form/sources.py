@@ -17,6 +17,7 @@ normal in a mixture, meets the normal's share of the likelihood, which is small 
 import functools
 from collections.abc import Collection, Iterable
 
+from jaxact._form.backward_products import BackwardProducts
 from jaxact._form.chooser import Chooser
 from jaxact._form.intervals import find_intervals, interval_of
 from jaxact._form.pole_arguments import (
@@ -26,7 +27,6 @@ from jaxact._form.pole_arguments import (
     pole_in,
 )
 from jaxact._form.poles import sources_behind, sources_of
-from jaxact._form.products import Products
 from jaxact._jaxpr.flow import fact_of
 from jaxact._jaxpr.primitives import CHEAP, EXPONENTIALS, MOVES, SELECTIONS
 from jaxact._jaxpr.read import equations_behind
@@ -48,7 +48,7 @@ def sources_near_poles(
     """
     classes, producers = chooser.classes, chooser.producers
     stored = chooser.choose(reading.leaves)
-    products = Products(reading)
+    products = BackwardProducts(reading)
     found: set[Var] = set()
     slopes = _with_exponentials(chooser, products, stored)
     if classes.spared:
@@ -87,7 +87,7 @@ def _is_cheap(eqn: Eqn) -> bool:
 
 
 def _with_exponentials(
-    chooser: Chooser, products: Products, slopes: Collection[Var]
+    chooser: Chooser, products: BackwardProducts, slopes: Collection[Var]
 ) -> list[Var]:
     """Those among `slopes` that are others times an exponential that may be large.
 
@@ -110,16 +110,15 @@ def _with_exponentials(
         sources_behind, classes=chooser.classes, producers=producers, cheap=_UNSELECTED
     )
 
+    def residuals_of(v: Var) -> set[Var]:
+        return {r for r in reading.leaves if v in chooser.bases([r])}
+
     def is_found(v: Var) -> bool:
         sources = parts(v)
         return any(
             interval_of(e, intervals)[1] > 1 / MARGIN and not sources <= parts(e)
             for e in exponentials[v]
-        ) and any(
-            products.follows(r, sources)
-            for r in reading.leaves
-            if v in chooser.bases([r])
-        )
+        ) and bool(products.after(sources, among=residuals_of(v)))
 
     return list(filter(is_found, slopes))
 

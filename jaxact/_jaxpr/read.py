@@ -56,6 +56,15 @@ def equations_behind(
         seen.update(new)
 
 
+def readers_of(eqns: Sequence[Eqn]) -> dict[Var, list[Eqn]]:
+    """For each variable the equations that read it, each once, in order."""
+    readers: dict[Var, list[Eqn]] = {}
+    for eqn in eqns:
+        for v in set(variables_in(eqn.invars)):
+            readers.setdefault(v, []).append(eqn)
+    return readers
+
+
 def is_float(v: Atom) -> bool:
     """Whether a variable can have a gradient."""
     return jnp.issubdtype(v.aval.dtype, jnp.inexact)

@@ -173,16 +173,16 @@ DENSITIES = {
 }
 
 
-def of_mixture(h, deviation=DEVIATIONS["softplus"], density=DENSITIES["normal"]):
-    """The likelihood of 0 in mixtures, by parts of a network's output."""
+def of_mixture(h, deviation):
+    """The likelihood of 0 in mixtures of normals, by parts of a network's output."""
     weights, means, deviations = jnp.split(h, 3, -1)
     s = deviation(deviations)
-    terms = jax.nn.log_softmax(weights) + density(means / s) - jnp.log(s)
+    terms = jax.nn.log_softmax(weights) + DENSITIES["normal"](means / s) - jnp.log(s)
     return jax.nn.logsumexp(terms, -1)
 
 
 def by_exponentials(h, density):
-    """The same with exp(-h) for 1 / s."""
+    """The same of any density, with exp(-h) for 1 / s."""
     weights, means, deviations = jnp.split(h, 3, -1)
     z = means * jnp.exp(-deviations)
     terms = jax.nn.log_softmax(weights) + density(z) - deviations

@@ -6,7 +6,13 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from jaxact._jaxpr.primitives import MATMULS
-from jaxact._jaxpr.read import contracts, is_literal, programs_in, variables_in
+from jaxact._jaxpr.read import (
+    contracts,
+    is_literal,
+    programs_in,
+    readers_of,
+    variables_in,
+)
 from jaxact._jaxpr.types import Eqn, Var
 from jaxact._plan.reading import Reading
 
@@ -15,7 +21,7 @@ _PRODUCTS = frozenset("mul div select_n".split())
 
 
 @dataclass(frozen=True, eq=False)
-class Products:
+class BackwardProducts:
     """Where a cotangent is multiplied with a residual, and with another factor too.
 
     With no sum between, such as a matrix product has.
@@ -32,31 +38,32 @@ class Products:
             or self._is_after(self._readers.get(own, ()), _is_product)
         ]
 
-    def follows(self, residual: Var, sources: Collection[Var]) -> bool:
-        """Whether a factor that is computed from `sources` comes before it.
+    def after(self, sources: Collection[Var], among: Collection[Var]) -> list[Var]:
+        """Residuals for which a factor that is computed from `sources` comes before.
 
         Each element alone: no product that sums, as a matrix product does. And not all
         elements of a group alike, as a number for each index along axis 0 does.
+
+        Args:
+          among: the residuals to look at.
         """
         forward = self.reading.forward
         computed = _computed_from(sources, forward.jaxpr.eqns)
-        own = {b for v, b in self._residuals() if v in computed}
-        factors = _computed_from(own, forward.used_backward)
-        shape = residual.aval.shape
-        alike = shape[0] if len(shape) > 1 else 1
+        owns = {own for v, own in self._residuals() if v in computed}
+        factors = _computed_from(owns, forward.used_backward)
 
-        def is_found(eqn: Eqn) -> bool:
-            inputs = variables_in(eqn.invars)
-            return _is_product(eqn, alike) and not factors.isdisjoint(inputs)
+        def follows(v: Var, own: Var) -> bool:
+            alike = v.aval.shape[0] if len(v.aval.shape) > 1 else 1
+            products = [eqn for eqn in self._readers.get(own, ()) if not _sums(eqn)]
+            return self._is_before(
+                products,
+                lambda eqn: (
+                    _is_product(eqn, alike)
+                    and not factors.isdisjoint(variables_in(eqn.invars))
+                ),
+            )
 
-        products = [
-            eqn
-            for v, b in self._residuals()
-            if v is residual
-            for eqn in self._readers.get(b, ())
-            if not (eqn.primitive.name in MATMULS and contracts(eqn))
-        ]
-        return self._is_before(products, is_found)
+        return [v for v, own in self._residuals() if v in among and follows(v, own)]
 
     def _residuals(self) -> Iterator[tuple[Var, Var]]:
         """The residuals, in the forward and in the backward program."""
@@ -68,11 +75,7 @@ class Products:
 
     @functools.cached_property
     def _readers(self) -> dict[Var, list[Eqn]]:
-        readers: dict[Var, list[Eqn]] = {}
-        for eqn in self.reading.forward.used_backward:
-            for v in variables_in(eqn.invars):
-                readers.setdefault(v, []).append(eqn)
-        return readers
+        return readers_of(self.reading.forward.used_backward)
 
     @functools.cached_property
     def _makers(self) -> dict[Var, list[Eqn]]:
@@ -95,6 +98,10 @@ def _computed_from(sources: Collection[Var], equations: Sequence[Eqn]) -> set[Va
         if not found.isdisjoint(variables_in(eqn.invars)):
             found.update(eqn.outvars)
     return found
+
+
+def _sums(eqn: Eqn) -> bool:
+    return eqn.primitive.name in MATMULS and contracts(eqn)
 
 
 def _is_product(eqn: Eqn, alike: int = 1) -> bool:
