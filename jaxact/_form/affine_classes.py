@@ -12,6 +12,7 @@ affine in a single one is a base itself.
 import dataclasses
 from collections.abc import Collection, Hashable
 
+from jaxact._form.masked import Masks
 from jaxact._form.softmax import softmaxes
 from jaxact._form.statistics import find_statistics
 from jaxact._jaxpr.flow import Facts
@@ -55,6 +56,7 @@ class Classes:
       softmaxes: for each softmax's output its exponential, after which it is called.
       names: for each base, the `checkpoint_name` equations of values affine in it.
       spared: bases that are kept exactly, and cheap functions from them.
+      masks: the masks that are known without any of these.
     """
 
     statistics: Collection[Var] = ()
@@ -67,6 +69,7 @@ class Classes:
     softmaxes: dict[Var, Var] = dataclasses.field(default_factory=dict)
     names: dict[Var, list[Eqn]] = dataclasses.field(default_factory=dict)
     spared: set[Var] = dataclasses.field(default_factory=set)
+    masks: Masks = dataclasses.field(default_factory=Masks)
 
     def is_exact(self, v: Atom) -> bool:
         return is_literal(v) or v not in self.base
@@ -118,6 +121,7 @@ def classify(
             else:
                 classes.base[v] = v
     for eqn in jaxpr.eqns:
+        classes.masks.note(eqn)
         for v in eqn.outvars:
             # A weight that a shard_map copies to each device is no activation.
             is_copy = eqn.primitive.name == "shard_map" and not is_activation(facts, v)
@@ -179,8 +183,10 @@ def _base(
     if not affine:
         return v
     # Stored themselves, ReLU and dropout need no mask, queries, keys and values get
-    # their own groups, and elements that a slice cuts off are not stored.
+    # their own groups, and elements that a slice cuts off are not stored. Nor are those
+    # that a mask sets to zero, which may be larger than all that it keeps.
     smaller = name in SELECTIONS and size < eqn.invars[0].aval.size
+    smaller = smaller or classes.masks.masked_by(eqn) is not None
     bits = _bits_needed(eqn, size, classes)
     if bits > _MOST_BITS and _has_random_factor(eqn, classes):
         return v

@@ -11,6 +11,7 @@ from jaxact._form.chooser import Chooser
 from jaxact._form.conditioning import ill_conditioned
 from jaxact._form.cuts import is_cut_at_groups
 from jaxact._form.derivative import DERIVATIVE_OF
+from jaxact._form.masked import with_masked
 from jaxact._form.norms import Norms, norms_in
 from jaxact._form.pooling import pool_body
 from jaxact._form.softmax import softmax_body
@@ -102,7 +103,7 @@ def flattened(forward: Forward) -> Forward:
     jaxpr, constants = flatten(forward.jaxpr, body)
     jaxpr = with_held_programs(jaxpr, _without_forms)
     consts = (*forward.consts, *constants)
-    return dataclasses.replace(forward, jaxpr=jaxpr, consts=consts)
+    return with_masked(dataclasses.replace(forward, jaxpr=jaxpr, consts=consts))
 
 
 def _without_forms(_: Eqn, inside: Jaxpr) -> Jaxpr:

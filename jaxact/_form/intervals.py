@@ -11,9 +11,10 @@ from typing import TypeAlias
 
 import numpy as np
 
+from jaxact._form.maxima import is_at_most
 from jaxact._jaxpr.primitives import JOINS, MOVES, SCATTERS, SELECTIONS
 from jaxact._jaxpr.read import is_literal
-from jaxact._jaxpr.types import Atom, Eqn, Jaxpr, Var
+from jaxact._jaxpr.types import Atom, Eqn, Jaxpr, Producers, Var
 
 Interval: TypeAlias = tuple[float, float]
 _Function: TypeAlias = Callable[..., Interval]
@@ -37,7 +38,9 @@ def find_intervals(jaxpr: Jaxpr) -> dict[Var, Interval]:
     """An interval for each computed variable that has one shorter than the reals."""
     intervals: dict[Var, Interval] = {}
     comparisons: dict[Var, Eqn] = {}
+    producers: Producers = {}
     for eqn in jaxpr.eqns:
+        producers.update(dict.fromkeys(eqn.outvars, eqn))
         if eqn.primitive.name in _COMPARISONS:
             comparisons.update(dict.fromkeys(eqn.outvars, eqn))
         # The others that sort and top_k have are indices.
@@ -47,6 +50,8 @@ def find_intervals(jaxpr: Jaxpr) -> dict[Var, Interval]:
             if eqn.primitive.name == "select_n":
                 operands = _selected(eqn, operands, comparisons, intervals)
             interval = _result(eqn, operands)
+            if _is_up_to_zero(eqn, producers):
+                interval = _both(interval, (-math.inf, 0.0))
             if interval != REALS:
                 intervals.update(dict.fromkeys(parts, interval))
     return intervals
@@ -85,6 +90,14 @@ def _result(eqn: Eqn, operands: Sequence[Interval]) -> Interval:
         return _scattered(name, operands[0], operands[-1])
     function = _FUNCTIONS.get(name)
     return REALS if function is None else function(*operands)
+
+
+def _is_up_to_zero(eqn: Eqn, producers: Producers) -> bool:
+    """Whether it subtracts a maximum: x - max(x)."""
+    if eqn.primitive.name != "sub":
+        return False
+    x, y = eqn.invars
+    return is_at_most(x, y, producers)
 
 
 def _selected(

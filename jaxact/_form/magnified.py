@@ -5,7 +5,7 @@ activation, however few elements it adds: a maximum over two features, or a matr
 product that is written as a sum (`optax.ntxent` has one).
 """
 
-from jaxact._jaxpr.primitives import JOINS, MATMULS, MOVES, SELECTIONS
+from jaxact._jaxpr.primitives import JOINS, MATMULS, MOVES, POLES, SELECTIONS
 from jaxact._jaxpr.read import (
     contracts,
     is_float,
@@ -18,7 +18,7 @@ from jaxact._jaxpr.read import (
 from jaxact._jaxpr.types import Eqn, Jaxpr, Var
 
 # Besides inverses, see `is_inverse`.
-_WITH_POLES = frozenset("log log2 log1p sqrt rsqrt cbrt pow".split())
+_WITH_POLES = frozenset(POLES) | {"pow"}
 # Results that are near zero where an operand is, or that an epsilon keeps away from it.
 _SCALING = (MOVES | JOINS | SELECTIONS) | frozenset(
     "abs neg mul div max min add sub add_any select_n clamp square integer_pow".split()

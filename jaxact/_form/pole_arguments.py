@@ -7,23 +7,18 @@ element is selected by an index, or by a mask before a sum.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from jaxact._form.intervals import REALS, find_intervals, interval_of
-from jaxact._jaxpr.primitives import EXPONENTIALS, SELECTIONS, SUMS
+from jaxact._form.intervals import REALS, Interval, find_intervals, interval_of
+from jaxact._jaxpr.primitives import EXPONENTIALS, MOVES, POLES, SELECTIONS, SUMS
 from jaxact._jaxpr.read import equations_behind, is_literal, variables_in
 from jaxact._jaxpr.types import Atom, Eqn, Jaxpr, Producers, Var
 
 # An argument that stays this far from the pole has slopes within 10 (a logarithm's)
 # or 100 (an inverse's): x / (1 + exp(-x)), log1p(exp(x)).
 MARGIN = 0.1
-# Functions of their first operand with a pole where their domain ends.
-_POLES = {
-    **dict.fromkeys("log log2 sqrt rsqrt cbrt lgamma digamma".split(), 0.0),
-    "log1p": -1.0,
-}
 # Those among them that are not large there themselves; their slopes are.
-SMALL_NEAR_POLES = frozenset("log log2 log1p sqrt cbrt".split())
+SMALL_NEAR_POLES = frozenset("log log2 log1p sqrt cbrt acosh".split())
 # Functions with a slope that vanishes where they are zero, or end.
 _FLAT = EXPONENTIALS | frozenset(
     "expm1 log1p logistic tanh erf erfc square integer_pow sin cos".split()
@@ -39,8 +34,9 @@ class Arguments:
     """Operands that may come near their equation's pole, as far as bounds tell.
 
     Attributes:
-      bounded: those that a bound is known for. Without one nothing is known: that
-        log(x) is taken says that x is positive.
+      bounded: those that a bound is known for, or with a small number added, which
+        says that the rest may be zero: log(iou + 1e-6). Without either nothing is
+        known: that log(x) is taken says that x is positive.
       numerators: values that are divided by such an operand.
     """
 
@@ -115,16 +111,29 @@ def arguments_near_poles(jaxpr: Jaxpr) -> Arguments:
     """The arguments in a program."""
     intervals = find_intervals(jaxpr)
     bounded, others, numerators = [], [], []
+    guarded: set[Var] = set()
     for eqn in jaxpr.eqns:
+        is_moved = eqn.primitive.name in MOVES
+        is_guarded = is_moved and not guarded.isdisjoint(variables_in(eqn.invars))
+        if is_guarded or _is_guard(eqn, intervals):
+            guarded.update(eqn.outvars)
         x, pole = pole_in(eqn)
         if x is None:
             continue
         lo, hi = interval_of(x, intervals)
         if lo < pole + MARGIN and hi > pole - MARGIN:
-            (others if (lo, hi) == REALS else bounded).append(x)
+            is_known = (lo, hi) != REALS or x in guarded
+            (bounded if is_known else others).append(x)
             if eqn.primitive.name == "div":
                 numerators += variables_in(eqn.invars[:1])
     return Arguments(jaxpr, bounded, others, numerators)
+
+
+def _is_guard(eqn: Eqn, intervals: Mapping[Var, Interval]) -> bool:
+    """Whether it adds a number that keeps its result off a pole at zero."""
+    added = [interval_of(x, intervals) for x in eqn.invars]
+    is_small = any(0 < lo <= hi < MARGIN for lo, hi in added)
+    return eqn.primitive.name == "add" and is_small
 
 
 def _is_scaling(eqn: Eqn) -> bool:
@@ -136,8 +145,8 @@ def pole_in(eqn: Eqn) -> tuple[Var | None, float]:
     """The operand that an equation has a pole in, and where; None without one."""
     name, inputs = eqn.primitive.name, eqn.invars
     operand, pole = None, 0.0
-    if name in _POLES:
-        operand, pole = inputs[0], _POLES[name]
+    if name in POLES:
+        operand, pole = inputs[0], POLES[name]
     elif name == "div" or (name == "integer_pow" and eqn.params["y"] < 0):
         operand = inputs[-1]
     elif name == "pow" and not _is_power(inputs[1]):

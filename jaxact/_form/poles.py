@@ -34,7 +34,7 @@ def bases_near_poles(jaxpr: Jaxpr, classes: Classes) -> set[Var]:
 def sources_of(
     v: Var, classes: Classes, producers: Producers, cheap: Set[str] = CHEAP
 ) -> set[Var]:
-    """Bases that an argument is a cheap function of, unless they are larger.
+    """Values that an argument is a cheap function of, unless they are larger.
 
     Rounded, they have noise that the pole magnifies: the slope of log(x^2 + 1e-3) is x
     times 2 / (x^2 + 1e-3), at 8 bits with an error of two gradients; that of
@@ -44,19 +44,48 @@ def sources_of(
       cheap: names that are looked past.
     """
     sources = sources_behind(v, classes, producers, cheap)
-    size = sum(x.aval.size for x in sources)
-    return sources if size <= _MORE * v.aval.size else set()
+    if sum(x.aval.size for x in sources) <= _MORE * v.aval.size:
+        return sources
+    sample = _only_source(v, classes, producers, cheap)
+    return set() if sample is v else {sample}
+
+
+def _only_source(
+    v: Var, classes: Classes, producers: Producers, cheap: Set[str]
+) -> Var:
+    """The farthest value that alone an argument is computed from, no larger than it.
+
+    The sample u of a policy in log(1 - tanh(u)^2 + 1e-6), which is made from a mean, a
+    deviation and noise (soft actor-critic: 1 - tanh(u)^2 on its own had noise of 7
+    gradients at 4 bits).
+    """
+    while True:
+        eqn = producers.get(v)
+        if eqn is None or eqn.primitive.name not in cheap or eqn.effects:
+            return v
+        operands = {u for u in variables_in(eqn.invars) if not classes.is_exact(u)}
+        if len(operands) != 1 or next(iter(operands)).aval.size > v.aval.size:
+            return v
+        (v,) = operands
 
 
 def sources_behind(
-    v: Var, classes: Classes, producers: Producers, cheap: Set[str] = CHEAP
+    v: Var,
+    classes: Classes,
+    producers: Producers,
+    cheap: Set[str] = CHEAP,
+    ends: Set[Var] = frozenset(),
 ) -> set[Var]:
-    """The inexact values that `v` is computed from, past cheap functions."""
+    """The inexact values that `v` is computed from, past cheap functions.
+
+    Args:
+      ends: sources already.
+    """
     sources: set[Var] = set()
     todo, seen = [v], set()
     while todo:
         x = todo.pop()
-        eqn = producers.get(x)
+        eqn = None if x in ends else producers.get(x)
         if eqn is None or eqn.primitive.name not in cheap or eqn.effects:
             sources.add(x)
             continue

@@ -24,7 +24,7 @@ from jax.interpreters import ad, batching, mlir
 from jaxact._form.pole_arguments import arguments_near_poles
 from jaxact._form.statistics import contracted_in
 from jaxact._jaxpr.evaluate import bind, traced_at, value_of
-from jaxact._jaxpr.primitives import CASTS
+from jaxact._jaxpr.primitives import CASTS, POLES
 from jaxact._jaxpr.read import (
     is_literal,
     keeps_elements,
@@ -50,7 +50,7 @@ from jaxact._plan.again import again
 from jaxact._plan.fusion import narrowed
 
 # Some are called inside custom rules, such as that of `jax.scipy.special.rel_entr`.
-_WITH_POLES = frozenset("log log2 log1p sqrt rsqrt pow div".split())
+_WITH_POLES = frozenset(POLES) | {"pow", "div"}
 
 softmax_p = jex.Primitive("jaxact_softmax")
 softmax_p.multiple_results = True

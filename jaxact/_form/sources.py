@@ -58,7 +58,10 @@ def sources_near_poles(
         for v in arguments:
             sources = sources_of(v, classes, producers)
             noisy = stored if v in kept else magnified
-            if any(sources_behind(x, classes, producers) <= sources for x in noisy):
+            if any(
+                sources_behind(x, classes, producers, ends=sources) <= sources
+                for x in noisy
+            ):
                 found |= sources
     for v in slopes:  # from a network's output, or its parts: a mixture's deviations
         whole = sources_of(v, classes, producers)

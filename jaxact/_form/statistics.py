@@ -32,7 +32,7 @@ def find_statistics(jaxpr: Jaxpr, facts: Facts) -> set[Var]:
       facts: which variables are made from more than parameters.
     """
     spread = spread_sums(jaxpr)
-    divisors = _divisors(jaxpr, spread)
+    divisors = _divisors(jaxpr, spread, _reduced(jaxpr, facts))
     # A sum's inverse that the elements of a segment gather is no feature.
     gathered = _gathered_inverses(jaxpr, spread)
     contracted = contracted_in(jaxpr) - gathered - (divisors & spread.keys())
@@ -97,7 +97,21 @@ def spread_sums(jaxpr: Jaxpr) -> dict[Var, set[Var]]:
     return spread
 
 
-def _divisors(jaxpr: Jaxpr, spread: Collection[Var]) -> set[Var]:
+def _reduced(jaxpr: Jaxpr, facts: Facts) -> set[Var]:
+    """Reductions, inputs of one number an index, and functions of these alone."""
+    reduced = {v for v in jaxpr.invars if len(v.aval.shape) == 1}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in REDUCTIONS | SCATTERS:
+            reduced.update(eqn.outvars)
+        elif keeps_elements(eqn):
+            active = {v for v in variables_in(eqn.invars) if is_activation(facts, v)}
+            reduced.update(eqn.outvars if active and active <= reduced else ())
+    return reduced
+
+
+def _divisors(
+    jaxpr: Jaxpr, spread: Collection[Var], reduced: Collection[Var]
+) -> set[Var]:
     """Values by whose elements other ones are divided, though they may be no smaller.
 
     Products by which rows are divided, a linear attention's normalizers; segments'
@@ -112,7 +126,8 @@ def _divisors(jaxpr: Jaxpr, spread: Collection[Var]) -> set[Var]:
         # A broadcast along rows, an epsilon; by segment.
         is_same = keeps_elements(eqn) or name == "gather"
         own = _largest(eqn.outvars, sizes, 0)
-        if name in SCATTERS | {"gather"}:
+        # Not the rows that an index selects: an action's logits.
+        if name in SCATTERS or (name == "gather" and inputs[0] in reduced):
             divisors.update(v for v in eqn.outvars if v in sizes)
         elif name in MATMULS:
             divisors.update(

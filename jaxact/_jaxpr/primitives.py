@@ -42,6 +42,12 @@ SMOOTH = frozenset(
     "cbrt erf erfc erf_inv lgamma digamma sin cos tan asin acos atan atan2 sinh cosh "
     "asinh acosh atanh square one_minus_square".split()
 )
+# With a pole, or with a slope that has one, where their operand's domain ends.
+POLES = {
+    **dict.fromkeys("log log2 sqrt rsqrt cbrt lgamma digamma".split(), 0.0),
+    "log1p": -1.0,
+    "acosh": 1.0,
+}
 # Piecewise constant.
 STEPS = frozenset("sign round floor ceil is_finite stop_gradient".split()) | COMPARISONS
 _INTEGER = frozenset(

@@ -24,6 +24,7 @@ from jaxact._jaxpr.primitives import (
     MOVES,
     PIECEWISE,
     PLACEMENTS,
+    POLES,
     SELECTIONS,
     SOLVERS,
 )
@@ -55,11 +56,8 @@ _BILINEAR = MATMULS | frozenset(["mul", "ragged_dot", "ragged_dot_general"])
 _SCALED = frozenset(["scatter-mul", "scatter_mul"])
 # A power of two or more of one value.
 _SQUARES = frozenset(["square", "one_minus_square"])
-# Their slopes have poles, or grow without bound towards the end of their domain.
-_POLES = frozenset(
-    "log log2 log1p sqrt rsqrt cbrt pow asin acos acosh atanh erf_inv lgamma digamma "
-    "tan".split()
-)
+# Slopes with poles, or that grow without bound towards the end of their domain.
+_UNBOUNDED = frozenset(POLES) | frozenset("pow asin acos atanh erf_inv tan".split())
 # A rounded value may change places with another, and so may their whole gradients: the
 # experts that a checkpoint computes again would not be those of the forward pass.
 _ORDERS = frozenset("sort top_k approx_top_k argmax argmin".split())
@@ -227,7 +225,7 @@ def _elementary(eqn: Eqn, operands: Sequence[Value], uses: Uses) -> Value:
     if name in _SQUARES or (name == "integer_pow" and eqn.params["y"] > 1):
         uses.repeated |= result.bits
         return result.after_nonlinear()
-    if name in _POLES or name == "integer_pow":
+    if name in _UNBOUNDED or name == "integer_pow":
         uses.divided |= result.linear
         uses.nonlinear |= result.bits
         return result.after_nonlinear()

@@ -1,0 +1,55 @@
+"""Values that a mask sets to zero may be larger than all that it keeps.
+
+The oracle is JAX's own gradient: at 8 bits one draw must lie near it.
+"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxact import Policy
+from support.programs import gradient_error
+
+pytestmark = pytest.mark.unoptimized
+
+HEADS, TOKENS, WIDTH = 4, 64, 64
+KEYS = jax.random.split(jax.random.key(0), 3)
+ACTIVATIONS = dict(
+    zip("qkv", jax.random.normal(KEYS[0], (3, HEADS, TOKENS, 16)), strict=True),
+    gates=jax.random.normal(KEYS[1], (HEADS, TOKENS)),
+)
+W = jax.random.normal(KEYS[2], (WIDTH, WIDTH)) / 8
+CAUSAL = jnp.tril(jnp.ones((TOKENS, TOKENS), bool))
+
+# Decays of a gated linear attention: each exponential is below 1 where the mask keeps
+# it, and up to e^60 elsewhere.
+DECAYED = {
+    "selected": lambda s, d: s * jnp.where(CAUSAL, jnp.exp(d), 0),
+    "lower triangle": lambda s, d: s * jnp.tril(jnp.exp(d)),
+    "times a mask": lambda s, d: s * (jnp.exp(d) * jnp.tril(jnp.ones_like(d))),
+    "selected after a product": lambda s, d: jnp.where(CAUSAL, s * jnp.exp(d), 0),
+    "times a mask after a product": lambda s, d: (
+        s * jnp.exp(d) * (d <= 0).astype(d.dtype)
+    ),
+    "inverse": lambda s, d: s * jnp.where(CAUSAL, 1 / (1 + jnp.exp(-d)), 0),
+}
+
+
+@pytest.mark.parametrize("names", ["q k v gates", "q k v", "gates"])
+@pytest.mark.parametrize("decayed", DECAYED.values(), ids=DECAYED)
+def test_a_masked_exponential(decayed, names):
+    """In one group with unmasked ones it was lost: 1 to 8 gradients, or no number."""
+
+    def f(*active):
+        given = ACTIVATIONS | dict(zip(names.split(), active, strict=True))
+        q, k, v, gates = given.values()
+        sums = jnp.cumsum(jax.nn.log_sigmoid(gates), -1)
+        scores = jnp.einsum("htd,hsd->hts", q, k)
+        scores = decayed(scores, sums[:, :, None] - sums[:, None, :])
+        out = jnp.einsum("hts,hsd->thd", scores, v)
+        return jnp.tanh(out.reshape(TOKENS, WIDTH) @ W)
+
+    active = [ACTIVATIONS[name] for name in names.split()]
+    argnums = range(len(active))
+    error = gradient_error(f, *active, policy=Policy(bits=8), argnums=[*argnums])
+    assert error < 0.1
