@@ -186,7 +186,7 @@ def _base(
     # their own groups, and elements that a slice cuts off are not stored. Nor are those
     # that a mask sets to zero, which may be larger than all that it keeps.
     smaller = name in SELECTIONS and size < eqn.invars[0].aval.size
-    smaller = smaller or classes.masks.masked_by(eqn) is not None
+    smaller = smaller or classes.masks.masking(eqn) is not None
     bits = _bits_needed(eqn, size, classes)
     if bits > _MOST_BITS and _has_random_factor(eqn, classes):
         return v

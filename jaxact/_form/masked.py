@@ -8,12 +8,16 @@ needs: the cotangent is masked too.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from jaxact._jaxpr.primitives import EXPONENTIALS, MOVES
 from jaxact._jaxpr.read import is_literal, variables_in
 from jaxact._jaxpr.rewrite import new_equation, new_variable, rename, with_outputs
 from jaxact._jaxpr.types import Atom, Eqn, Var
 from jaxact._plan.forward import Forward
+
+# Where an array is zero: where a mask has this value.
+Zeros: TypeAlias = tuple[Var, bool]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -41,19 +45,22 @@ class Masks:
         if is_number:
             self.numbers.update(eqn.outvars)
 
-    def masked_by(self, eqn: Eqn) -> Var | None:
-        """The operand that is zero in the result where a mask is; None without one."""
-        inputs = eqn.invars
+    def masking(self, eqn: Eqn) -> tuple[Var, Zeros] | None:
+        """The operand that the result has zeros in place of, and where; or None."""
+        inputs, shape = eqn.invars, eqn.outvars[0].aval.shape if eqn.outvars else ()
+        pairs: list[tuple[Atom, Atom, bool]] = []
         if eqn.primitive.name == "select_n" and len(inputs) == 3:
-            pairs, masks = (inputs[1:], inputs[:0:-1]), self._is_zero
-        elif eqn.primitive.name == "mul" and not any(map(is_literal, inputs)):
-            pairs, masks = (inputs, inputs[::-1]), self._is_number
-        else:
-            return None
-        shape = eqn.outvars[0].aval.shape
-        for x, other in pairs:
-            if masks(other) and not is_literal(x) and x.aval.shape == shape:
-                return x
+            mask, where_false, where_true = inputs
+            if self._is_zero(where_true):
+                pairs.append((where_false, mask, True))
+            if self._is_zero(where_false):
+                pairs.append((where_true, mask, False))
+        elif eqn.primitive.name == "mul":
+            numbers = [x for x in inputs if self._is_number(x)]
+            pairs = [(x, n, False) for x in inputs for n in numbers if x is not n]
+        for x, mask, value in pairs:
+            if not is_literal(x) and not is_literal(mask) and x.aval.shape == shape:
+                return x, (mask, value)
         return None
 
     def _is_zero(self, x: Atom) -> bool:
@@ -71,12 +78,15 @@ def with_masked(forward: Forward) -> Forward:
     Wherever one is multiplied with a cotangent that the mask sets to zero as well.
     """
     eqns, masked = list(forward.jaxpr.eqns), dict[Var, Atom]()
-    maskings, exponentials = _maskings(eqns), _exponentials(eqns)
-    for v, masks in _masks_of_residuals(forward).items():
+    maskings = _maskings(eqns)
+    exponentials = _exponentials(eqns).intersection(variables_in(forward.residuals))
+    if not maskings or not exponentials:
+        return forward
+    for v, zeros in _zeros_of_cotangents(forward).items():
         alike = [
             (x, eqn)
-            for mask in masks
-            for x, eqn in maskings.get(mask, ())
+            for where in zeros
+            for x, eqn in maskings.get(where, ())
             if (x.aval.shape, x.aval.dtype) == (v.aval.shape, v.aval.dtype)
         ]
         if v not in exponentials or not alike:
@@ -98,53 +108,47 @@ def _exponentials(eqns: Sequence[Eqn]) -> set[Var]:
     return {v for e in eqns if e.primitive.name in EXPONENTIALS for v in e.outvars}
 
 
-def _maskings(eqns: Sequence[Eqn]) -> dict[Var, list[tuple[Var, Eqn]]]:
-    """For each mask the operands that it sets to zero, and the equations that do."""
-    masks, found = Masks(), dict[Var, list[tuple[Var, Eqn]]]()
+def _maskings(eqns: Sequence[Eqn]) -> dict[Zeros, list[tuple[Var, Eqn]]]:
+    """Operands that are set to zero, and the equations that do it, by where."""
+    masks, found = Masks(), dict[Zeros, list[tuple[Var, Eqn]]]()
     for eqn in eqns:
         masks.note(eqn)
-        x = masks.masked_by(eqn)
-        mask = None if x is None else _mask_of(eqn, x)
-        if x is not None and mask is not None:
-            found.setdefault(mask, []).append((x, eqn))
+        masking = masks.masking(eqn)
+        if masking is not None:
+            x, where = masking
+            found.setdefault(where, []).append((x, eqn))
     return found
 
 
-def _mask_of(eqn: Eqn, operand: Var) -> Var | None:
-    """What an equation masks its operand with."""
-    others = variables_in(eqn.invars[:1] if eqn.primitive.name == "select_n" else ())
-    if eqn.primitive.name == "mul":
-        others = [v for v in variables_in(eqn.invars) if v is not operand]
-    return others[0] if others else None
+def _zeros_of_cotangents(forward: Forward) -> dict[Var, set[Zeros]]:
+    """For residuals that are only multiplied: where all their cotangents are zero.
 
-
-def _masks_of_residuals(forward: Forward) -> dict[Var, set[Var]]:
-    """Masks of all cotangents that a residual is multiplied with, if that is all."""
+    A product with a residual is zero where that is; a selection, by its mask.
+    """
     backward, masks = forward.backward, Masks()
     residuals = {
         own: v
         for v, own in zip(forward.residuals, backward.residuals, strict=True)
         if not is_literal(v) and not is_literal(own)
     }
-    zero_by: dict[Var, set[Var]] = {}  # values that a variable is zero with
-    met: dict[Var, list[set[Var]]] = {}
+    zeros: dict[Var, set[Zeros]] = {}
+    met: dict[Var, list[set[Zeros]]] = {}
     for eqn in backward.eqns:
         masks.note(eqn)
-        inputs = variables_in(eqn.invars)
-        is_product = eqn.primitive.name == "mul"
-        x = masks.masked_by(eqn)
-        by: set[Var] = set()
-        if is_product or eqn.primitive.name in ("neg", "convert_element_type"):
-            by = set().union(*(zero_by.get(v, ()) for v in inputs))
-        if is_product:
-            by |= {residuals[v] for v in inputs if v in residuals}
-        elif x is not None and eqn.invars[0] in residuals:
-            by = {residuals[inputs[0]]} | zero_by.get(x, set())
-        zero_by.update(dict.fromkeys(eqn.outvars, by))
-        for v in inputs:
-            if v in residuals:
-                others = [zero_by.get(u, set()) for u in inputs if u is not v]
-                met.setdefault(residuals[v], []).append(
-                    others[0] if is_product and others else set()
-                )
+        name, inputs = eqn.primitive.name, variables_in(eqn.invars)
+        masking = masks.masking(eqn)
+        own: set[Zeros] = set()
+        if name in ("mul", "neg", "convert_element_type"):
+            own = own.union(*(zeros.get(v, ()) for v in inputs))
+        if name == "mul":
+            own |= {(residuals[v], False) for v in inputs if v in residuals}
+        elif masking is not None:
+            x, (mask, value) = masking
+            own = zeros.get(x, set())
+            own = own | {(residuals[mask], value)} if mask in residuals else own
+        zeros.update(dict.fromkeys(eqn.outvars, own))
+        for v in residuals.keys() & set(inputs):
+            others = [zeros.get(u, set()) for u in inputs if u is not v]
+            is_factor = name == "mul" and len(others) == 1
+            met.setdefault(residuals[v], []).append(others[0] if is_factor else set())
     return {v: set.intersection(*known) for v, known in met.items()}

@@ -53,3 +53,34 @@ def test_a_masked_exponential(decayed, names):
     argnums = range(len(active))
     error = gradient_error(f, *active, policy=Policy(bits=8), argnums=[*argnums])
     assert error < 0.1
+
+
+# One exponential, or one mask, on both sides.
+BOTH_SIDES = {
+    "other side": lambda x, e: jnp.where(CAUSAL, x, 0) + jnp.where(CAUSAL, 0, e * X),
+    "either side": lambda x, e: jnp.where(CAUSAL, e, 0) + jnp.where(CAUSAL, 0, e * X),
+    "numbers": lambda x, e: (m := jnp.tril(jnp.ones_like(x))) * e * X + (1 - m) * e,
+    "square": lambda x, e: jnp.where(CAUSAL, e * e, 0) + jnp.where(CAUSAL, 0, x),
+    "output": lambda x, e: jnp.where(CAUSAL, e * X, 0) + jax.nn.relu(X) * e,
+}
+X = jax.random.normal(jax.random.key(3), (TOKENS, WIDTH))
+
+
+@pytest.mark.parametrize("body", BOTH_SIDES.values(), ids=BOTH_SIDES)
+def test_a_mask_hides_no_element_that_is_needed(body):
+    def f(x):
+        return jnp.tanh(body(x @ W, jnp.exp(x @ W)) @ W)
+
+    assert gradient_error(f, X, policy=Policy(bits=8)) < 0.05
+
+
+@pytest.mark.parametrize("function", [jnp.exp, jax.nn.softplus, jnp.square])
+def test_a_number_that_a_mask_spreads(function):
+    """Its gradient sums over the mask: a mask of the array is none of the number."""
+
+    def f(scale, x):
+        return jnp.sin(x + function(scale) * jnp.eye(TOKENS, WIDTH))
+
+    scale = jnp.float32(-0.7)
+    error = gradient_error(f, scale, X, policy=Policy(bits=8), argnums=(0, 1))
+    assert error < 0.05
