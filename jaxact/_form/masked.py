@@ -47,19 +47,21 @@ class Masks:
 
     def masking(self, eqn: Eqn) -> tuple[Var, Zeros] | None:
         """The operand that the result has zeros in place of, and where; or None."""
-        inputs, shape = eqn.invars, eqn.outvars[0].aval.shape if eqn.outvars else ()
+        name, inputs = eqn.primitive.name, eqn.invars
         pairs: list[tuple[Atom, Atom, bool]] = []
-        if eqn.primitive.name == "select_n" and len(inputs) == 3:
+        if name == "select_n" and len(inputs) == 3:
             mask, where_false, where_true = inputs
             if self._is_zero(where_true):
                 pairs.append((where_false, mask, True))
             if self._is_zero(where_false):
                 pairs.append((where_true, mask, False))
-        elif eqn.primitive.name == "mul":
+        elif name == "mul":
             numbers = [x for x in inputs if self._is_number(x)]
             pairs = [(x, n, False) for x in inputs for n in numbers if x is not n]
         for x, mask, value in pairs:
-            if not is_literal(x) and not is_literal(mask) and x.aval.shape == shape:
+            # A number that a mask spreads has a sum for its cotangent.
+            is_alike = x.aval.shape == eqn.outvars[0].aval.shape
+            if is_alike and not is_literal(x) and not is_literal(mask):
                 return x, (mask, value)
         return None
 
@@ -144,8 +146,9 @@ def _zeros_of_cotangents(forward: Forward) -> dict[Var, set[Zeros]]:
             own |= {(residuals[v], False) for v in inputs if v in residuals}
         elif masking is not None:
             x, (mask, value) = masking
-            own = zeros.get(x, set())
-            own = own | {(residuals[mask], value)} if mask in residuals else own
+            own = own.union(zeros.get(x, ()))
+            if mask in residuals:
+                own.add((residuals[mask], value))
         zeros.update(dict.fromkeys(eqn.outvars, own))
         for v in residuals.keys() & set(inputs):
             others = [zeros.get(u, set()) for u in inputs if u is not v]
