@@ -1,14 +1,13 @@
 """Products that residuals meet in the backward program before a matrix product."""
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from jaxact._jaxpr.primitives import MATMULS
 from jaxact._jaxpr.read import (
     contracts,
-    is_literal,
     programs_in,
     readers_of,
     variables_in,
@@ -33,7 +32,7 @@ class BackwardProducts:
         """Residuals for which another factor comes before or after, or a mask."""
         return [
             v
-            for v, own in self._residuals()
+            for v, own in self.reading.forward.residual_pairs
             if self._is_before(self._readers.get(own, ()), _is_product)
             or self._is_after(self._readers.get(own, ()), _is_product)
         ]
@@ -49,7 +48,7 @@ class BackwardProducts:
         """
         forward = self.reading.forward
         computed = _computed_from(sources, forward.jaxpr.eqns)
-        owns = {own for v, own in self._residuals() if v in computed}
+        owns = {own for v, own in self.reading.forward.residual_pairs if v in computed}
         factors = _computed_from(owns, forward.used_backward)
 
         def follows(v: Var, own: Var) -> bool:
@@ -63,15 +62,11 @@ class BackwardProducts:
                 ),
             )
 
-        return [v for v, own in self._residuals() if v in among and follows(v, own)]
-
-    def _residuals(self) -> Iterator[tuple[Var, Var]]:
-        """The residuals, in the forward and in the backward program."""
-        forward = self.reading.forward
-        pairs = zip(forward.residuals, forward.backward.residuals, strict=True)
-        for v, own in pairs:
-            if not (is_literal(v) or is_literal(own)):
-                yield v, own
+        return [
+            v
+            for v, own in self.reading.forward.residual_pairs
+            if v in among and follows(v, own)
+        ]
 
     @functools.cached_property
     def _readers(self) -> dict[Var, list[Eqn]]:

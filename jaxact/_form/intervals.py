@@ -37,18 +37,15 @@ _EXTREMES = frozenset("reduce_max reduce_min cummax cummin sort top_k".split())
 def find_intervals(jaxpr: Jaxpr) -> dict[Var, Interval]:
     """An interval for each computed variable that has one shorter than the reals."""
     intervals: dict[Var, Interval] = {}
-    comparisons: dict[Var, Eqn] = {}
     producers: Producers = {}
     for eqn in jaxpr.eqns:
         producers.update(dict.fromkeys(eqn.outvars, eqn))
-        if eqn.primitive.name in _COMPARISONS:
-            comparisons.update(dict.fromkeys(eqn.outvars, eqn))
         # The others that sort and top_k have are indices.
         parts = eqn.outvars if eqn.primitive.name in SELECTIONS else eqn.outvars[:1]
         if parts == eqn.outvars or eqn.primitive.name in _EXTREMES:
             operands = [interval_of(v, intervals) for v in eqn.invars]
             if eqn.primitive.name == "select_n":
-                operands = _selected(eqn, operands, comparisons, intervals)
+                operands = _selected(eqn, operands, producers, intervals)
             interval = _result(eqn, operands)
             if _is_up_to_zero(eqn, producers):
                 interval = _both(interval, (-math.inf, 0.0))
@@ -103,13 +100,15 @@ def _is_up_to_zero(eqn: Eqn, producers: Producers) -> bool:
 def _selected(
     eqn: Eqn,
     operands: Sequence[Interval],
-    comparisons: Mapping[Var, Eqn],
+    producers: Producers,
     intervals: Mapping[Var, Interval],
 ) -> list[Interval]:
     """Operands where they are selected: x in where(x > 0, x, expm1(x)), of an ELU."""
     test, *cases = eqn.invars
-    comparison = None if is_literal(test) else comparisons.get(test)
+    comparison = None if is_literal(test) else producers.get(test)
     if comparison is None or len(cases) != 2:
+        return [*operands]
+    if comparison.primitive.name not in _COMPARISONS:
         return [*operands]
     x, bound = comparison.invars
     lo, hi = interval_of(bound, intervals)

@@ -85,13 +85,15 @@ def with_masked(forward: Forward) -> Forward:
     if not maskings or not exponentials:
         return forward
     for v, zeros in _zeros_of_cotangents(forward).items():
+        if v not in exponentials:
+            continue
         alike = [
             (x, eqn)
             for where in zeros
             for x, eqn in maskings.get(where, ())
             if (x.aval.shape, x.aval.dtype) == (v.aval.shape, v.aval.dtype)
         ]
-        if v not in exponentials or not alike:
+        if not alike:
             continue
         x, eqn = next((pair for pair in alike if pair[0] is v), alike[0])
         if x is not v:
@@ -127,15 +129,11 @@ def _zeros_of_cotangents(forward: Forward) -> dict[Var, set[Zeros]]:
 
     A product with a residual is zero where that is; a selection, by its mask.
     """
-    backward, masks = forward.backward, Masks()
-    residuals = {
-        own: v
-        for v, own in zip(forward.residuals, backward.residuals, strict=True)
-        if not is_literal(v) and not is_literal(own)
-    }
+    masks = Masks()
+    residuals = {own: v for v, own in forward.residual_pairs}
     zeros: dict[Var, set[Zeros]] = {}
     met: dict[Var, list[set[Zeros]]] = {}
-    for eqn in backward.eqns:
+    for eqn in forward.backward.eqns:
         masks.note(eqn)
         name, inputs = eqn.primitive.name, variables_in(eqn.invars)
         masking = masks.masking(eqn)

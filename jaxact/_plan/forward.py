@@ -85,6 +85,12 @@ class Forward:
         """One variable (or literal) for each residual, in the order of `vjp_tree`."""
         return list(self.jaxpr.outvars[self.num_outputs :])
 
+    @property
+    def residual_pairs(self) -> list[tuple[Var, Var]]:
+        """Each residual's variables, in the forward and in the backward program."""
+        pairs = zip(self.residuals, self.backward.residuals, strict=True)
+        return [(v, own) for v, own in pairs if not (is_literal(v) or is_literal(own))]
+
     @functools.cached_property
     def backward_program(self) -> Jaxpr:
         """The backward program, from residuals and cotangents to gradients."""

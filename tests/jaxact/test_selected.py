@@ -166,13 +166,14 @@ def test_distances_in_a_ball():
     """Poincare's: arccosh has a pole in its slope at 1, where the distance is 0."""
 
     def f(w, x):
-        u = jnp.tanh(x @ w / 8) / 8
-        inside = 1 - (u**2).sum(-1)
-        near = jax.lax.stop_gradient(u[:64]) * 1.001
+        v = x @ w / 20
+        lengths = jnp.linalg.norm(v, axis=-1, keepdims=True)
+        u = jnp.tanh(lengths) * v / lengths
+        near = jax.lax.stop_gradient(u[:64]) + 1e-3 * W[:, :1].T
         squares = ((u[:, None] - near[None]) ** 2).sum(-1)
-        ratio = squares / (inside[:, None] * (1 - (near**2).sum(-1))[None])
-        distances = jnp.arccosh(1 + 2 * ratio + 1e-6)
-        return jax.nn.softmax(-10 * distances) * distances
+        inside = (1 - (u**2).sum(-1))[:, None] * (1 - (near**2).sum(-1))[None]
+        distances = jnp.arccosh(jnp.maximum(1 + 2 * squares / inside, 1 + 1e-6))
+        return (jax.nn.softmax(-10 * distances) * distances).sum(-1)
 
     error = gradient_error(f, WIDE, X, policy=Policy(bits=8))
     assert error < 0.05
