@@ -19,7 +19,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from jaxact._engine.evaluation import DecodingProgram
 from jaxact._engine.late import decoded_late, has_checkpoints
-from jaxact._engine.ordered import in_order
+from jaxact._engine.ordered import block_by_block, has_blocks, product_by_product
 from jaxact._engine.shared import TABLE, with_shared_operand
 from jaxact._engine.storage import BackwardProgram, Packed, Probe, Storage
 from jaxact._engine.unused import UsedPart, used_part
@@ -58,17 +58,13 @@ def backward_pass(
         _packed(v, arrays, plan, keys)
         for v, arrays in zip(plan.packed, inputs.packed, strict=True)
     ]
-    is_measured = any(r.is_measured for r in residuals)
-    if not is_ordered and not is_measured:
-        copies = _decoded_again(plan, storage, residuals)
-        inputs = dataclasses.replace(inputs, kept=inputs.kept | copies)
-    program = backward_program(plan, inputs, part)
-    way = _way(plan, inputs, is_ordered=is_ordered)
-    if way is not None and not is_measured:
-        results = _by(way, program, storage, residuals, inputs.cotangents), {}
-    else:
+    if any(r.is_measured for r in residuals):
+        program = backward_program(plan, inputs, part)
         decoded = [_decoded(storage, r) for r in residuals]
         results = storage.backward(program, residuals, decoded, inputs.cotangents)
+    else:
+        way = _way(plan, inputs, is_ordered=is_ordered)
+        results = _by(way, plan, part, storage, residuals, inputs), {}
     if not plan.packed:
         return results
     return _held(*results, plan.forward.backward.gradient_dtypes)
@@ -168,26 +164,37 @@ def _held(
     return [lax.convert_element_type(g, dtype) for g, dtype in wide], measured
 
 
-def _way(plan: StoragePlan, inputs: BackwardInputs, *, is_ordered: bool) -> _Way | None:
-    """How to evaluate a program that decodes; None where all is decoded before."""
+def _way(plan: StoragePlan, inputs: BackwardInputs, *, is_ordered: bool) -> _Way:
+    """How to evaluate a program that decodes."""
     if is_ordered:
-        return in_order
+        return product_by_product
+    if not is_traced(inputs.packed):
+        return _directly
+    backward = plan.forward.backward
+    if has_blocks(plan.forward.backward_program, len(backward.cotangents)):
+        return block_by_block
     # Not for a policy that computes all of a call again: the 12-layer transformer of
     # the tests takes 476 MiB on a CPU, else 496 (on an H100 as much as before).
-    computes_again = plan.policy.recompute is None and has_checkpoints(
-        plan.forward.backward.eqns
-    )
-    return decoded_late if computes_again and is_traced(inputs.packed) else None
+    computes_again = plan.policy.recompute is None and has_checkpoints(backward.eqns)
+    return decoded_late if computes_again else _directly
+
+
+def _directly(
+    program: DecodingProgram, packed: PyTree, cotangents: list[jax.Array]
+) -> list[jax.Array]:
+    return program(packed, cotangents)
 
 
 def _by(
     way: _Way,
-    program: BackwardProgram,
+    plan: StoragePlan,
+    part: UsedPart | None,
     storage: Storage,
     residuals: Sequence[Packed],
-    cotangents: list[jax.Array],
+    inputs: BackwardInputs,
 ) -> list[jax.Array]:
     """The gradients, by a way to evaluate programs that decode."""
+    cotangents = inputs.cotangents
     floating = [
         i for i, c in enumerate(cotangents) if jnp.issubdtype(c.dtype, jnp.inexact)
     ]
@@ -198,6 +205,9 @@ def _by(
             every[i] = c
         pairs = zip(residuals, packed, strict=True)
         own = [dataclasses.replace(r, arrays=arrays) for r, arrays in pairs]
+        kept = inputs.kept | _decoded_again(plan, storage, own)
+        known = dataclasses.replace(inputs, kept=kept)
+        program = backward_program(plan, known, part)
         return program([_decoded(storage, r) for r in own], every)
 
     return way(run, [r.arrays for r in residuals], [cotangents[i] for i in floating])

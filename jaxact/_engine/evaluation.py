@@ -1,8 +1,8 @@
 """Evaluate a backward pass so that each residual is decoded where it is first read."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Self, TypeAlias
+from collections.abc import Callable, Collection
+from typing import TypeAlias
 
 import jax
 
@@ -23,6 +23,7 @@ class Order:
 
     Attributes:
       packed: inputs that are no cotangents.
+      cotangents: the other inputs.
       moving: indices: those that depend on the cotangents.
       producers: for each value of the other ones, its equation's index.
       continuing: values that a later product depends on.
@@ -30,6 +31,7 @@ class Order:
 
     jaxpr: Jaxpr
     packed: list[Var]
+    cotangents: list[Var]
     moving: list[int]
     producers: dict[Var, int]
     continuing: set[Var]
@@ -51,19 +53,45 @@ class Order:
             eqn = jaxpr.eqns[i]
             if has_product(eqn) or not continuing.isdisjoint(eqn.outvars):
                 continuing.update(depends.intersection(variables_in(eqn.invars)))
-        return cls(jaxpr, list(packed), moving, producers, continuing)
+        return cls(jaxpr, list(packed), list(cotangents), moving, producers, continuing)
 
-    def before(self, eqn: Eqn, env: Env) -> list[Eqn]:
-        """Equations that do not depend on the cotangents, but `eqn` on them."""
+    def continues(self, eqn: Eqn) -> bool:
+        """Whether it is a product on whose result a later one depends."""
+        return has_product(eqn) and not self.continuing.isdisjoint(eqn.outvars)
+
+    def before(self, eqn: Eqn, known: Collection[Var]) -> list[Eqn]:
+        """Equations that do not depend on the cotangents, but `eqn` on them.
+
+        `known`: values that are there.
+        """
         found: set[int] = set()
         left = variables_in(eqn.invars)
         while left:
             v = left.pop()
             i = self.producers.get(v)
-            if i is not None and i not in found and v not in env:
+            if i is not None and i not in found and v not in known:
                 found.add(i)
                 left += variables_in(self.jaxpr.eqns[i].invars)
         return [self.jaxpr.eqns[i] for i in sorted(found)]
+
+
+def traced(
+    program: DecodingProgram, packed: PyTree, cotangents: list[jax.Array]
+) -> tuple[Order, Env]:
+    """The equations of `program(packed, cotangents)`, and its inputs' values."""
+    leaves, tree = jax.tree.flatten(packed)
+    count = len(leaves)
+
+    def flat(*arrays: jax.Array) -> list[jax.Array]:
+        own = jax.tree.unflatten(tree, arrays[:count])
+        return program(own, list(arrays[count:]))
+
+    closed = jax.make_jaxpr(flat)(*leaves, *cotangents)
+    jaxpr, consts = open_jaxpr(closed)
+    jaxpr = prune(jaxpr, jaxpr.outvars)
+    env = dict(zip(jaxpr.constvars, consts, strict=True))
+    env |= dict(zip(jaxpr.invars, [*leaves, *cotangents], strict=True))
+    return Order.of(jaxpr, count), env
 
 
 @dataclasses.dataclass
@@ -73,38 +101,19 @@ class Evaluation:
     order: Order
     env: Env
 
-    @classmethod
-    def of(
-        cls, program: DecodingProgram, packed: PyTree, cotangents: list[jax.Array]
-    ) -> Self:
-        """For `program(packed, cotangents)`."""
-        leaves, tree = jax.tree.flatten(packed)
-        count = len(leaves)
-
-        def flat(*arrays: jax.Array) -> list[jax.Array]:
-            own = jax.tree.unflatten(tree, arrays[:count])
-            return program(own, list(arrays[count:]))
-
-        closed = jax.make_jaxpr(flat)(*leaves, *cotangents)
-        jaxpr, consts = open_jaxpr(closed)
-        jaxpr = prune(jaxpr, jaxpr.outvars)
-        env = dict(zip(jaxpr.constvars, consts, strict=True))
-        env |= dict(zip(jaxpr.invars, [*leaves, *cotangents], strict=True))
-        return cls(Order.of(jaxpr, count), env)
-
     def outputs(self) -> list[jax.Array]:
         """The program's results."""
         jaxpr = self.order.jaxpr
         for i in self.order.moving:
-            self.step(jaxpr.eqns[i])
+            self.step(i)
         for v in dict.fromkeys(variables_in(jaxpr.outvars)):
             if v not in self.env:
                 self.evaluate(jaxpr.eqns[self.order.producers[v]])
         return [value_of(v, self.env) for v in jaxpr.outvars]
 
-    def step(self, eqn: Eqn) -> None:
-        """An equation that depends on the cotangents."""
-        self.evaluate(eqn)
+    def step(self, i: int) -> None:
+        """The equation with this index, which depends on the cotangents."""
+        self.evaluate(self.order.jaxpr.eqns[i])
 
     def evaluate(self, eqn: Eqn) -> None:
         """An equation, after those that it needs."""

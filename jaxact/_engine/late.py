@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxact._engine.evaluation import DecodingProgram, Evaluation
+from jaxact._engine.evaluation import DecodingProgram, Evaluation, traced
 from jaxact._jaxpr.compat import barrier
 from jaxact._jaxpr.primitives import CHECKPOINTS
 from jaxact._jaxpr.read import variables_in
@@ -30,10 +30,10 @@ def decoded_late(
     program: DecodingProgram, packed: PyTree, cotangents: list[jax.Array]
 ) -> list[jax.Array]:
     """`program(packed, cotangents)`, decoding for checkpoints behind their barriers."""
-    return _Late.of(program, packed, cotangents).outputs()
+    return Late(*traced(program, packed, cotangents)).outputs()
 
 
-class _Late(Evaluation):
+class Late(Evaluation):
     """One evaluation."""
 
     def evaluate(self, eqn: Eqn) -> None:

@@ -1,0 +1,75 @@
+"""Places in a backward pass at which a part of it may start.
+
+A product is an equation with a matrix product or a convolution whose result leads to
+another one's: the chain of the network's layers.
+"""
+
+import bisect
+import itertools
+from collections.abc import Sequence
+
+from jaxact._engine.evaluation import Order
+from jaxact._jaxpr.read import variables_in
+from jaxact._jaxpr.types import Eqn, Var
+
+# A place is compared with those up to so many products ahead: those of a block. A
+# transformer's has 7, Llama's 8.
+_AHEAD = 8
+# Such bytes count as equal: sums for norms and biases are live here and there.
+_SIMILAR = 1.1
+
+
+def after_products(order: Order) -> list[int]:
+    """Each first reader of a product's result, as an index of an equation."""
+    places: list[int] = []
+    fresh: set[Var] = set()
+    for i in order.moving:
+        eqn = order.jaxpr.eqns[i]
+        if not fresh.isdisjoint(variables_in(eqn.invars)):
+            places.append(i)
+            fresh.clear()
+        if order.continues(eqn):
+            fresh.update(eqn.outvars)
+    return places
+
+
+def between_blocks(order: Order) -> list[int]:
+    """Where few bytes of cotangents are live, as indices of equations.
+
+    No place up to `_AHEAD` products further has fewer, and a product lies between two
+    of them. In a chain of equal layers that is after each; in residual blocks, where
+    nothing but the cotangent between two of them is live. The last products have too
+    few after them to compare with: there a place has no more than the one before it.
+    """
+    eqns = [order.jaxpr.eqns[i] for i in order.moving]
+    products = list(itertools.accumulate(map(order.continues, eqns), initial=0))
+    live, last = _live_bytes(eqns, order), products[-1]
+    places: list[int] = []
+    for i in range(1, len(eqns)):
+        if not (products[places[-1]] if places else 0) < products[i] < last:
+            continue
+        end = bisect.bisect_right(products, min(products[i] + _AHEAD, last - 1))
+        others = live[i + 1 : end]
+        if places and products[i] + _AHEAD >= last:
+            others.append(live[places[-1]])
+        if all(live[i] <= _SIMILAR * other for other in others):
+            places.append(i)
+    return [order.moving[i] for i in places]
+
+
+def _live_bytes(eqns: Sequence[Eqn], order: Order) -> list[int]:
+    """Before each equation, those of values on which a product from there on depends.
+
+    Not those of gradients, of which a weight's may be summed up over all layers.
+    """
+    made = dict.fromkeys(order.continuing.intersection(order.cotangents), 0)
+    read: dict[Var, int] = {}
+    for i, eqn in enumerate(eqns):
+        read |= {v: i for v in variables_in(eqn.invars) if v in made}
+        made |= {v: i + 1 for v in eqn.outvars if v in order.continuing}
+    changes = [0] * (len(eqns) + 1)
+    for v, i in read.items():
+        count = v.aval.size * v.aval.dtype.itemsize
+        changes[made[v]] += count
+        changes[i + 1] -= count
+    return list(itertools.accumulate(changes))[:-1]
