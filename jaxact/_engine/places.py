@@ -8,7 +8,7 @@ import bisect
 import itertools
 from collections.abc import Sequence
 
-from jaxact._engine.evaluation import Order
+from jaxact._engine.evaluation import Order, has_product
 from jaxact._jaxpr.read import variables_in
 from jaxact._jaxpr.types import Eqn, Var
 
@@ -38,18 +38,20 @@ def between_blocks(order: Order) -> list[int]:
 
     No place up to `_AHEAD` products further has fewer, and a product lies between two
     of them. In a chain of equal layers that is after each; in residual blocks, where
-    nothing but the cotangent between two of them is live. The last products have too
-    few after them to compare with: there a place has no more than the one before it.
+    nothing but the cotangent between two of them is live; inside one attention nowhere,
+    as its scores are wider than the end. The last products have too few after them to
+    compare with: there a place has no more than the one before it.
     """
     eqns = [order.jaxpr.eqns[i] for i in order.moving]
     products = list(itertools.accumulate(map(order.continues, eqns), initial=0))
     live, last = _live_bytes(eqns, order), products[-1]
+    final = 1 + max((i for i, eqn in enumerate(eqns) if has_product(eqn)), default=0)
     places: list[int] = []
     for i in range(1, len(eqns)):
         if not (products[places[-1]] if places else 0) < products[i] < last:
             continue
-        end = bisect.bisect_right(products, min(products[i] + _AHEAD, last - 1))
-        others = live[i + 1 : end]
+        end = bisect.bisect_right(products, products[i] + _AHEAD)
+        others = live[i + 1 : min(end, final)]
         if places and products[i] + _AHEAD >= last:
             others.append(live[places[-1]])
         if all(live[i] <= _SIMILAR * other for other in others):

@@ -74,7 +74,7 @@ def test_a_chain_of_layers(f, target):
     [
         pytest.param("transformer", None, marks=on_cpu),
         pytest.param("convnext", None, marks=on_cpu),
-        pytest.param("llama", "h100", marks=on_h100),
+        pytest.param("convnext", "h100", marks=on_h100),
     ],
 )
 def test_a_stack_of_blocks(name, target):
