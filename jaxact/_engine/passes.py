@@ -54,7 +54,7 @@ class Passes:
     """The passes of the calls that are stored as a plan says.
 
     Attributes:
-      is_ordered: whether the backward pass goes part by part, see `ordered.py`.
+      is_ordered: whether the backward pass goes product by product, see `ordered.py`.
     """
 
     plan: StoragePlan
