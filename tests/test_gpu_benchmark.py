@@ -25,6 +25,7 @@ BENCHMARKS = ROOT / "examples" / "benchmarks"
 
 KERNEL = {
     "shape": "stage",
+    "format": "rotated",
     "bits": 4,
     "op": "encode",
     "implementation": "triton",
@@ -47,9 +48,10 @@ STEP = {
 }
 
 
-def printed(load, kernels, steps):
+def printed(load, checks, kernels, steps):
     about = {"device": "GPU", "jax": "1", "jaxact": "2", "date": "2026-01-01T00"}
-    results = about | {"kernels": kernels, "steps": steps, "left_out": 3}
+    results = about | {"checks": checks, "kernels": kernels, "steps": steps}
+    results["left_out"] = 3
     console = Console(width=160, record=True, file=io.StringIO())
     console.print(load("gpu_report").table(results))
     return [line.split("│")[1:-1] for line in console.export_text().splitlines()]
@@ -58,14 +60,19 @@ def printed(load, kernels, steps):
 def test_the_table_has_measurements_beside_predictions(load):
     small = STEP | {"way": "small", "ratio": 1.20, "seconds": 0.036}
     small |= {"predicted_seconds": 0.022, "why": {"peak": "Error: no memory"}}
-    lines = printed(load, [KERNEL, {"shape": "odd", "error": "bits"}], [STEP, small])
+    right = {"shape": "odd", "format": "mask", "bits": 1}
+    checks = [right, right | {"format": "affine", "bits": 2, "error": "3 places"}]
+    kernels = [KERNEL, {"shape": "odd", "error": "bits"}]
+    lines = printed(load, checks, kernels, [STEP, small])
     cells = [[cell.strip() for cell in line] for line in lines if line]
     assert cells == [
+        ["kernels with the bits of their definitions", "1", "", "", ""],
+        ["odd", "wrong bits", "", "", "affine, 2: 3 places"],
+        ["odd", "wrong bits", "", "", "bits"],
         [
-            "encode, 4 bits, stage: triton (chosen)",
+            "rotated encode, 4 bits, stage: triton (chosen)",
             *("50.0 us", "40.0 us", "1.25", "2.500 TB/s of unpacked bytes"),
         ],
-        ["odd", "wrong bits", "", "", "bits"],
         [
             "net, uncompressed: over uncompressed",
             *("1.01 x", "1.00 x", "1.01", "quartiles 0.99 to 1.02"),
@@ -82,24 +89,41 @@ def test_the_table_has_measurements_beside_predictions(load):
     ]
 
 
+MESSAGE = "encode: triton differs in 3 places"
+WRONG = {"shape": "small stream", "error": MESSAGE}
+
+
+def differs(*_):
+    sys.exit(MESSAGE)
+
+
 def test_a_kernel_with_other_bits_is_a_row(load, monkeypatch):
     run = load("run")
-
-    message = "encode: triton has not the reference's bits"
-
-    def differs(*_):
-        sys.exit(message)
-
     monkeypatch.setattr(run, "measure", differs)
     monkeypatch.setattr(run, "measure_lossless", lambda *_: [{"op": "mask"}])
     rows = load("gpu").kernel_rows("small stream", (2,), 1)
-    assert rows == [
-        {
-            "shape": "small stream",
-            "error": "encode: triton has not the reference's bits",
-        },
-        {"op": "mask"},
-    ]
+    assert rows == [*len(run.FORMATS) * [WRONG], {"op": "mask"}]
+
+
+def test_each_check_says_what_is_wrong(load, monkeypatch):
+    run, gpu = load("run"), load("gpu")
+    assert gpu.FORMATS == tuple(run.FORMATS)
+    monkeypatch.setattr(run, "checked", differs)
+    monkeypatch.setattr(run, "checked_lossless", lambda *_: [])
+    checks = gpu.Extent(("small stream",), (), (), (), widths=(2,)).subjects
+    rows = [gpu.kernel_check(*subject) for subject in checks]
+    assert rows[0] == {"shape": "small stream", "format": "lossless", "bits": 1}
+    assert all(row.items() >= WRONG.items() for row in rows[1:])
+    assert {row["format"] for row in rows[1:]} == set(run.FORMATS)
+
+
+def test_a_difference_is_counted(load):
+    run, jnp = load("run"), jax.numpy
+    x = jnp.arange(4.0)
+    same = run.Case("op", "reference", lambda x: x, [x])
+    other = run.Case("op", "triton", lambda x: jnp.where(x > 1, -x, x), [x])
+    with pytest.raises(SystemExit, match="op: triton differs in 2 places"):
+        run.check([same, other], [x])
 
 
 def command(*options):

@@ -1,16 +1,16 @@
 """Where and how numbers were measured."""
 
 import datetime
-import importlib.metadata
+import os
 import platform
 import shlex
 import sys
-import tomllib
-from pathlib import Path
 
 import flax
 import jax
 import numpy
+
+import jaxact
 
 
 def environment() -> dict[str, str]:
@@ -20,17 +20,9 @@ def environment() -> dict[str, str]:
         "python": platform.python_version(),
         "jax": jax.__version__,
         "flax": flax.__version__,
-        "jaxact": jaxact_version(),
+        "jaxact": jaxact.__version__,
         "numpy": numpy.__version__,
         "command": shlex.join(sys.argv),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
-
-
-def jaxact_version() -> str:
-    """Of the installed package, or else of the checkout that this file belongs to."""
-    try:
-        return importlib.metadata.version("jaxact")
-    except importlib.metadata.PackageNotFoundError:
-        project = Path(__file__).parents[2] / "pyproject.toml"
-        return tomllib.loads(project.read_text())["project"]["version"]

@@ -2,33 +2,44 @@
 
   python examples/benchmarks/gpu.py                    under ten minutes, no network
   python examples/benchmarks/gpu.py --dry-run          the same, tiny, also on a CPU
+  python examples/benchmarks/gpu.py --only steps --networks resnet50
 
 Every kernel has to give the bits of its definition, and is then timed. Training steps
 are taken in turns with the uncompressed one, each way in a process of its own, in which
 the device counts the bytes that it has allocated. Both are compared with what
 `jaxact.predicted_time` and the compiler say without running anything. Results are
 written to OUTPUT.json as they come; the table comes last.
+
+Most of the time goes into compiling, so kernels are checked and steps are compiled side
+by side first; XLA keeps what it chose for products and convolutions for all ways.
 """
 
 import argparse
 import functools
+import itertools
 import json
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from environment import environment
 from gpu_report import table
 from rich.console import Console
-from step_runs import Effort, in_fresh_process, measure
+from step_runs import Effort, compile_step, in_fresh_process, measure
 
 KERNELS = Path(__file__).parents[2] / "kernels" / "benchmarks"
 RESULTS = Path(__file__).parent / "results"
+PARTS = "checks", "steps", "kernels"
+# Those of `kernels/benchmarks/formats.py`, whose kernels compile fastest first.
+FORMATS = "affine", "dithered", "rotated", "adaptive"
+LOSSLESS = "lossless"
 Record = dict[str, Any]
 
 
@@ -47,46 +58,89 @@ class Extent:
     timed: tuple[str, ...]
     networks: tuple[str, ...]
     ways: tuple[str, ...]
-    widths: tuple[int, ...] = tuple(range(1, 9))
+    widths: tuple[int, ...] = (1, 2, 3, 4, 8)
     steps: int = 16
+
+    @property
+    def subjects(self) -> list[tuple[str, str, int]]:
+        """(shape, format, bits) of each check."""
+        widths = itertools.product(self.checked, FORMATS, self.widths)
+        return [*((shape, LOSSLESS, 1) for shape in self.checked), *widths]
+
+    @property
+    def rows(self) -> list[tuple[str, str]]:
+        """(network, way) of each row of steps."""
+        first = itertools.product(self.networks, self.ways[:2])
+        others = itertools.product(self.networks, self.ways[2:])
+        return [*first, *others]
 
 
 FULL = Extent(
     checked=("small stream", "small padded"),
     timed=("resnet50 stage 1 wide", "gpt2-medium hidden"),
-    networks=("vit-b", "resnet50", "gpt2-small"),
+    networks=("resnet50", "gpt2-small", "vit-b"),
     ways=("uncompressed", "jaxact 4 bits", "checkpoint", "jaxact 2 bits"),
 )
 DRY = Extent(
-    checked=(),
+    checked=("small padded",),
     timed=("small padded",),
     networks=("tiny",),
     ways=("uncompressed", "jaxact 4 bits"),
-    widths=(),
+    widths=(1,),
     steps=4,
 )
 
 
+def kernel_check(shape: str, name: str, bits: int) -> Record:
+    """Compare the kernels of one format with their definitions.
+
+    Args:
+      name: of a format; or 'lossless', the kernels of masks and indices.
+    """
+    run, activation = kernel_benchmark(shape)
+    row: Record = {"shape": shape, "format": name, "bits": bits}
+    try:
+        if name == LOSSLESS:
+            run.checked_lossless(activation)
+        else:
+            run.checked(run.FORMATS[name], activation, bits)
+    except (Exception, SystemExit) as difference:
+        row["error"] = " ".join(str(difference).split())[:300]
+    return row
+
+
 def kernel_rows(shape: str, bits: Sequence[int], samples: int) -> list[Record]:
     """Check and time the kernels in one shape; a difference in bits is a row too."""
-    sys.path.insert(0, str(KERNELS))
     import jax
-    import run
-    import shapes
 
-    every = shapes.SMALL + shapes.RESNET50 + shapes.GPT2_MEDIUM
-    (activation,) = [each for each in every if each.name == shape]
+    run, activation = kernel_benchmark(shape)
     on_gpu = jax.default_backend() == "gpu"
     clock = "cupti" if on_gpu and samples > 1 else "wall"
-    parts = [functools.partial(run.measure, activation, b) for b in bits]
+    parts = [
+        functools.partial(run.measure, form, activation, b)
+        for form in run.FORMATS.values()
+        for b in bits
+    ]
     parts.append(functools.partial(run.measure_lossless, activation))
     rows: list[Record] = []
     for part in parts:
         try:
             rows += part(samples, clock)
-        except SystemExit as difference:
-            rows.append({"shape": shape, "error": str(difference)})
+        except (Exception, SystemExit) as difference:
+            text = " ".join(str(difference).split())[:300]
+            rows.append({"shape": shape, "error": text})
     return [row | predicted(row) for row in rows] if on_gpu else rows
+
+
+def kernel_benchmark(shape: str) -> tuple[Any, Any]:
+    """The kernels' own benchmark, and one of its shapes by name."""
+    sys.path.insert(0, str(KERNELS))
+    import run
+    import shapes
+
+    every = shapes.SMALL + shapes.RESNET50 + shapes.GPT2_MEDIUM
+    (activation,) = [each for each in every if each.name == shape]
+    return run, activation
 
 
 def predicted(row: Record) -> Record:
@@ -105,26 +159,43 @@ def predicted(row: Record) -> Record:
     return {"predicted_microseconds": 1e6 * copy.seconds * moved / copy.bytes}
 
 
-def parts_of(extent: Extent) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """What is measured: 'kernels' or 'steps', and the measurement in a new process."""
+def prepared(extent: Extent, parts: Sequence[str]) -> list[Record]:
+    """Rows of checks; steps are in the compilation cache after it."""
+    jobs: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
+    if "steps" in parts:
+        jobs += [(compile_step, row) for row in extent.rows]
+    if "checks" in parts:
+        jobs += [(kernel_check, subject) for subject in extent.subjects]
+    if not jobs:
+        return []
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # many share the device
+    workers = min(len(jobs), os.cpu_count() or 1)
+    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+        running = [pool.submit(function, *args) for function, args in jobs]
+        found = [job.result() for job in running]
+    del os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"]
+    return [row for row in found if row is not None]
+
+
+def timed(
+    extent: Extent, parts: Sequence[str]
+) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """What is measured alone on the device: in which list, and how."""
     fresh = functools.partial(functools.partial, in_fresh_process)
-    for shape in extent.timed:
-        yield "kernels", fresh(kernel_rows, shape, (4, 2), 10)
-    base, *others = extent.ways
-    effort = Effort(extent.steps)
-    for network in extent.networks:
-        for way in (base, others[0]):
-            yield "steps", fresh(measure, network, way, effort)
-    for shape in extent.checked:
-        yield "kernels", fresh(kernel_rows, shape, extent.widths, 1)
-    for way in others[1:]:
-        for network in extent.networks:
-            yield "steps", fresh(measure, network, way, effort)
+    if "steps" in parts:
+        for network, way in extent.rows:
+            yield "steps", fresh(measure, network, way, Effort(extent.steps))
+    if "kernels" in parts:
+        for shape in extent.timed:
+            yield "kernels", fresh(kernel_rows, shape, (4, 2), 10)
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dry-run", action="store_true", help="tiny, on a CPU")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--networks", nargs="+", help="of step.py, for its steps")
+    parser.add_argument("--ways", nargs="+", help="of step.py, uncompressed first")
     parser.add_argument(
         "--minutes", type=float, default=9, help="after which nothing new is started"
     )
@@ -137,17 +208,20 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     options, console = parse(), Console(width=120)
     extent = DRY if options.dry_run else FULL
+    chosen = {k: tuple(getattr(options, k) or ()) for k in ("networks", "ways")}
+    extent = replace(extent, **{k: names for k, names in chosen.items() if names})
     path = options.output.with_suffix(".json")
     path.parent.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + 60 * options.minutes
-    results: Record = {"kernels": [], "steps": [], "left_out": 0}
+    results: Record = {"checks": [], "kernels": [], "steps": [], "left_out": 0}
     with tempfile.TemporaryDirectory() as folder:
-        # Each process would compile the uncompressed step.
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", folder)
         results |= in_fresh_process(environment)
         if not options.dry_run and "NVIDIA" not in results["device"]:
             sys.exit(f"{results['device']} is no GPU: --dry-run tries the command")
-        for kind, part in parts_of(extent):
+        results["checks"] = prepared(extent, options.only)
+        path.write_text(json.dumps(results, indent=1) + "\n")
+        for kind, part in timed(extent, options.only):
             if time.monotonic() > end:
                 results["left_out"] += 1
                 continue
@@ -156,7 +230,7 @@ def main() -> None:
             path.write_text(json.dumps(results, indent=1) + "\n")
     path.write_text(json.dumps(results, indent=1) + "\n")
     console.print(table(results))
-    if any("error" in row for row in results["kernels"]):
+    if any("error" in row for row in results["checks"] + results["kernels"]):
         sys.exit("a kernel has not the bits of its definition")
 
 

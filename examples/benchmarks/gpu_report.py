@@ -18,8 +18,14 @@ def table(results: Record) -> Table:
     for number, name in enumerate(COLUMNS):
         is_text = number in (0, len(COLUMNS) - 1)
         found.add_column(name, justify="left" if is_text else "right")
+    right = [row for row in results["checks"] if "error" not in row]
+    found.add_row("kernels with the bits of their definitions", f"{len(right)}")
+    for row in results["checks"] + results["kernels"]:
+        if "error" in row:
+            found.add_row(row["shape"], "wrong bits", "", "", difference(row))
+    found.add_section()
     for row in results["kernels"]:
-        if row.get("implementation") != "naive":
+        if "error" not in row and row.get("implementation") != "naive":
             found.add_row(*kernel(row))
     found.add_section()
     bases = {r["network"]: r for r in results["steps"] if r["way"] == "uncompressed"}
@@ -29,11 +35,16 @@ def table(results: Record) -> Table:
     return found
 
 
+def difference(row: Record) -> str:
+    about = [f"{row[key]}" for key in ("format", "bits") if row.get(key)]
+    return f"{', '.join(about)}: {row['error']}" if about else row["error"]
+
+
 def kernel(row: Record) -> tuple[str, ...]:
-    if "error" in row:
-        return row["shape"], "wrong bits", "", "", row["error"]
     width = "1 bit" if row["bits"] == 1 else f"{row['bits']} bits"
-    name = f"{row['op']}, {width}, {row['shape']}: {row['implementation']}"
+    form = "" if row["op"].startswith(row["format"]) else f"{row['format']} "
+    name = f"{form}{row['op']}, {width}, {row['shape']}"
+    name += f": {row['implementation']}"
     name += " (chosen)" if row["is_chosen"] else ""
     rate = f"{row['logical_bytes_per_second'] / 1e12:.3f} TB/s of unpacked bytes"
     micro, expected = row["microseconds"]["median"], row.get("predicted_microseconds")

@@ -35,8 +35,9 @@ class Bitmask(Codec[jax.Array]):
     def encode(self, x: jax.Array, seed: jax.Array) -> jax.Array:
         return mask.encode(x)
 
-    def encode_fused(self, x: jax.Array, seed: jax.Array) -> jax.Array:
-        return mask.encode(x, is_fused=True)
+    def encode_above(self, x: jax.Array, above: float) -> jax.Array:
+        """`encode(x > above)`, for which no booleans are written."""
+        return mask.encode(x, above=above)
 
     def decode(
         self, stored: jax.Array, shape: tuple[int, ...], dtype: DTypeLike

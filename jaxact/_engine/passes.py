@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from jaxact._engine.backward import backward_pass
@@ -132,9 +133,15 @@ class Passes:
 
     @functools.cached_property
     def _packed_from(self) -> list[Var]:
-        """The packed variables, and those that they are normalized with."""
-        statistics = [v for n in self.plan.normalized.values() for v in n.statistics]
-        return list(dict.fromkeys([*self.plan.packed, *statistics]))
+        """The variables that are packed, and those that they are normalized with."""
+        plan = self.plan
+        statistics = [v for n in plan.normalized.values() for v in n.statistics]
+        return list(dict.fromkeys([*map(self._source, plan.packed), *statistics]))
+
+    def _source(self, v: Var) -> Var:
+        """The variable from which a residual is packed."""
+        compared = self.plan.compared
+        return compared[v].source if v in compared else v
 
     def _evaluate(self, inputs: Sequence[Array]) -> tuple[list[jax.Array], Env]:
         """The values for `Parts.tail`, and those that the saved variables have."""
@@ -142,7 +149,7 @@ class Passes:
         arguments = _together(inputs) if self.is_ordered else inputs
         results = evaluate(self._parts.head, forward.consts, arguments)
         count = len(self._parts.held)
-        env = dict(zip(plan.saved, results[count:], strict=True))
+        env = dict(zip(plan.read, results[count:], strict=True))
         # An argument is kept as the array that it is: the program would give a copy.
         env |= dict(zip(forward.jaxpr.constvars, forward.consts, strict=True))
         env |= dict(zip(forward.jaxpr.invars, inputs, strict=True))
@@ -158,7 +165,7 @@ class Passes:
         seeds = make(seed, len(plan.packed))
         packed, traced = [], {}
         for v, own in zip(plan.packed, seeds, strict=True):
-            with in_mesh_of(env[v]):
+            with in_mesh_of(env[self._source(v)]):
                 setting = settings.get(plan.decisions[v].residual.key)
                 packed.append(self._store(v, env, own, setting, traced))
         return packed
@@ -173,19 +180,25 @@ class Passes:
     ) -> PyTree:
         """One residual, encoded; `traced`: the codecs' programs so far."""
         plan, decision = self.plan, self.plan.decisions[v]
-        x = will_be_rounded(env[v], decision)
+        comparison = plan.compared.get(v)
+        x = will_be_rounded(env[self._source(v)], decision)
         if v in plan.maps:
             x = plan.maps[v].apply(x, env)
+        if comparison is not None:
+            x = lax.stop_gradient(x)  # a mask has no derivative
         is_fused = v in plan.fused
 
         def encode(x: jax.Array, seed: jax.Array) -> PyTree:
+            if comparison is not None:
+                return comparison.encode(decision.codec, x)
             return self.storage.encode(decision, x, seed, setting, is_fused=is_fused)
 
         if decision.codec.is_differentiable and is_float(v):
             return encode(x, seed)
         # Traced here, so that the way from a call to its codec is straight. Residuals
         # that are alike share the program: JAX then lowers it once.
-        key = decision.codec, is_fused, jax.typeof(x), jax.typeof(seed)
+        above = comparison and comparison.above
+        key = decision.codec, above, is_fused, jax.typeof(x), jax.typeof(seed)
         found = traced.get(key) if setting is None else None
         if found is None:
             closed, out = jax.make_jaxpr(encode, return_shape=True)(x, seed)

@@ -20,6 +20,7 @@ from jaxact._jaxpr.primitives import FUSED
 from jaxact._jaxpr.read import variables_in
 from jaxact._jaxpr.rewrite import prune
 from jaxact._jaxpr.types import ClosedJaxpr, Dtype, Env, Eqn, Var
+from jaxact._plan.comparisons import Comparison, comparisons
 from jaxact._plan.copies import Copy, copies
 from jaxact._plan.forward import Forward
 from jaxact._plan.fusion import in_memory
@@ -210,29 +211,49 @@ class StoragePlan:
     @functools.cached_property
     def fused(self) -> frozenset[Var]:
         """Packed variables that are computed where their encoding reads them."""
-        forward = self.forward
-        whole = in_memory(forward.jaxpr, forward.jaxpr.outvars[: forward.num_outputs])
         return frozenset(
             v
             for v in self.packed
             if v in self.normalized
-            or (self.decisions[v].residual.primitive in FUSED and v not in whole)
+            or (
+                self.decisions[v].residual.primitive in FUSED
+                and v not in self._in_memory
+            )
         )
+
+    @functools.cached_property
+    def compared(self) -> dict[Var, Comparison]:
+        """The packed masks that are packed from another value."""
+        codecs = {v: self.decisions[v].codec for v in self.packed}
+        return comparisons(self.forward.jaxpr, codecs, self._in_memory)
+
+    @functools.cached_property
+    def _in_memory(self) -> frozenset[Var]:
+        forward = self.forward
+        return in_memory(forward.jaxpr, forward.jaxpr.outvars[: forward.num_outputs])
 
     @functools.cached_property
     def maps(self) -> dict[Var, Normalized | Copy]:
         """What some packed variables are encoded through: a norm, or their copy."""
         whole = [v for v in self.packed if v not in self.normalized]
+        whole = [v for v in whole if v not in self.compared]
         codecs = {v: self.decisions[v].codec for v in whole}
         return {**copies(self.forward.jaxpr, codecs), **self.normalized}
 
     @functools.cached_property
     def program(self) -> ClosedJaxpr:
-        """The equations for the outputs and for `saved`, with those as outputs."""
+        """The equations for the outputs and `read`, with those as outputs."""
         jaxpr = self.forward.jaxpr
         outputs = jaxpr.outvars[: self.forward.num_outputs]
         by_kernels = [v for v in self.packed if v not in self.fused]
-        return with_products_apart(prune(jaxpr, [*outputs, *self.saved]), by_kernels)
+        return with_products_apart(prune(jaxpr, [*outputs, *self.read]), by_kernels)
+
+    @functools.cached_property
+    def read(self) -> list[Var]:
+        """The variables that outlive the forward pass, or are packed instead."""
+        compared = self.compared
+        found = [compared[v].source if v in compared else v for v in self.saved]
+        return list(dict.fromkeys(found))
 
     @functools.cached_property
     def saved(self) -> list[Var]:

@@ -15,6 +15,7 @@ from jaxact_kernels import noise
 from jaxact_kernels.affine import Stored, triton
 from jaxact_kernels.layout import layout_of
 from support.gpu_target import needs_target
+from support.machine_code import takes_a_number_for_nan
 
 pytestmark = needs_target
 
@@ -103,7 +104,8 @@ def test_one_kernel_that_spills_nothing(build, target, bits, dtype):
 
 @pytest.mark.parametrize("bits", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_dithered_decoding_is_one_kernel_too(bits):
-    check(decode_dithered(SHAPE, "bfloat16", bits, "h100"))
+    kernel = check(decode_dithered(SHAPE, "bfloat16", bits, "h100"))
+    assert not takes_a_number_for_nan(kernel.ptx)
 
 
 @both

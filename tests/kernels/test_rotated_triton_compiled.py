@@ -14,6 +14,7 @@ from benchmarks.assembler import assemble
 from jaxact_kernels.rotated import reference, triton
 from jaxact_kernels.rotated.reference import Stored
 from support.gpu_target import needs_target
+from support.machine_code import takes_a_number_for_nan
 
 pytestmark = [needs_target, pytest.mark.slow]
 
@@ -26,6 +27,7 @@ def check(function, *arguments):
     # A contracted product and sum would round once where the definition rounds twice.
     assert "fma.rn.f32" not in kernel.ptx
     assert "mma.sync" in kernel.ptx  # tensor cores transform the tiles
+    return kernel
 
 
 @pytest.mark.parametrize(
@@ -45,4 +47,5 @@ def test_kernels_spill_nothing(bits, is_adaptive):
     decode = lambda words, metadata, seed: triton.decode(
         Stored(words, metadata, seed), **options
     )
-    check(decode, *stored, seed)
+    kernel = check(decode, *stored, seed)
+    assert not takes_a_number_for_nan(kernel.ptx)

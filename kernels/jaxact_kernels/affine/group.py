@@ -126,9 +126,13 @@ def is_constant(metadata: jax.Array) -> jax.Array:
 
 
 def saturated(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """`x` within the finite range of `dtype`; NaN stays."""
-    top = largest_number(dtype)
-    return lax.clamp(-top, x, top)
+    """`x` within the finite range of `dtype`; NaN stays.
+
+    By comparisons: to Triton the minimum of NaN and a number is the number.
+    """
+    top = lax.full_like(x, largest_number(dtype))
+    x = lax.select(lax.gt(x, top), top, x)
+    return lax.select(lax.lt(x, -top), -top, x)
 
 
 def _slope(scale: jax.Array) -> jax.Array:

@@ -229,10 +229,9 @@ def _decode(
     is_rotated = lax.bitwise_not(affine.is_constant(metadata))
     if is_adaptive:
         is_rotated = lax.bitwise_and(is_rotated, choice.is_rotated(metadata))
-    top = affine.largest_number(dtype)
     rotated = rotated_values(block, codes, metadata, draw, is_adaptive, interpret)
     for k, x in enumerate(rotated):
-        x = lax.convert_element_type(lax.max(lax.min(x, top), -top), dtype)
+        x = lax.convert_element_type(affine.saturated(x, dtype), dtype)
         block.store(out_ref, k, x, only=is_rotated)
 
     def others() -> None:
