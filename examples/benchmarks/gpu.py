@@ -49,7 +49,7 @@ class Extent:
 
     Attributes:
       checked: shapes of `kernels/benchmarks/shapes.py` in which every width is checked.
-      timed: those in which 2 and 4 bits are timed too.
+      timed: those in which `timed_widths` are timed too.
       networks, ways: of steps.
       steps: that each way takes.
     """
@@ -59,6 +59,7 @@ class Extent:
     networks: tuple[str, ...]
     ways: tuple[str, ...]
     widths: tuple[int, ...] = (1, 2, 3, 4, 8)
+    timed_widths: tuple[int, ...] = (4, 2)
     steps: int = 16
 
     @property
@@ -87,6 +88,7 @@ DRY = Extent(
     networks=("tiny",),
     ways=("uncompressed", "jaxact 4 bits"),
     widths=(1,),
+    timed_widths=(2,),
     steps=4,
 )
 
@@ -187,7 +189,7 @@ def timed(
             yield "steps", fresh(measure, network, way, Effort(extent.steps))
     if "kernels" in parts:
         for shape in extent.timed:
-            yield "kernels", fresh(kernel_rows, shape, (4, 2), 10)
+            yield "kernels", fresh(kernel_rows, shape, extent.timed_widths, 10)
 
 
 def parse() -> argparse.Namespace:

@@ -120,8 +120,9 @@ def plan_call(
         decide = plan_bases if key.policy.chooses_form else plan_each_residual
         flat = _with_settings(key.flat, settings)
         plan = decide(made.forward, flat, key.policy, prefix)
-        plan = dataclasses.replace(plan, origin=plans)
-        passes = Passes(plan, key.storage, is_ordered=key.is_checkpointed)
+        is_checkpointed = key.is_checkpointed
+        plan = dataclasses.replace(plan, origin=plans, is_checkpointed=is_checkpointed)
+        passes = Passes(plan, key.storage, is_ordered=is_checkpointed)
         made.by_prefix[prefix] = made.distinct.setdefault(plan.contents, passes)
     return made.by_prefix[prefix], made.nested
 

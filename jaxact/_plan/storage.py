@@ -6,7 +6,7 @@ computes the residuals from those.
 
 import dataclasses
 import functools
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from jaxact._jaxpr.evaluate import bind, value_of
 from jaxact._jaxpr.primitives import FUSED
 from jaxact._jaxpr.read import variables_in
 from jaxact._jaxpr.rewrite import prune
-from jaxact._jaxpr.types import ClosedJaxpr, Dtype, Env, Eqn, Var
+from jaxact._jaxpr.types import Atom, ClosedJaxpr, Dtype, Env, Eqn, Var
 from jaxact._plan.comparisons import Comparison, comparisons
 from jaxact._plan.copies import Copy, copies
 from jaxact._plan.forward import Forward
@@ -167,6 +167,7 @@ class StoragePlan:
       all_decisions: about every residual, for reports.
       policy: that decided.
       normalized: the map that a variable is stored through, for some in `decisions`.
+      is_checkpointed: whether the call is in a checkpoint.
       origin: kept alive, so that equal calls find it.
     """
 
@@ -177,6 +178,7 @@ class StoragePlan:
     all_decisions: tuple[Decision, ...]
     policy: Policy
     normalized: dict[Var, Normalized] = dataclasses.field(default_factory=dict)
+    is_checkpointed: bool = False
     origin: object = None
 
     @property
@@ -211,26 +213,27 @@ class StoragePlan:
     @functools.cached_property
     def fused(self) -> frozenset[Var]:
         """Packed variables that are computed where their encoding reads them."""
+        whole = in_memory(self.forward.jaxpr, self._outputs)
         return frozenset(
             v
             for v in self.packed
             if v in self.normalized
-            or (
-                self.decisions[v].residual.primitive in FUSED
-                and v not in self._in_memory
-            )
+            or (self.decisions[v].residual.primitive in FUSED and v not in whole)
         )
 
     @functools.cached_property
     def compared(self) -> dict[Var, Comparison]:
         """The packed masks that are packed from another value."""
+        jaxpr = self.forward.jaxpr
         codecs = {v: self.decisions[v].codec for v in self.packed}
-        return comparisons(self.forward.jaxpr, codecs, self._in_memory)
+        # A checkpoint evaluates the call again for its residuals, not for its outputs.
+        outputs = [] if self.is_checkpointed else self._outputs
+        return comparisons(jaxpr, codecs, in_memory(jaxpr, outputs))
 
-    @functools.cached_property
-    def _in_memory(self) -> frozenset[Var]:
-        forward = self.forward
-        return in_memory(forward.jaxpr, forward.jaxpr.outvars[: forward.num_outputs])
+    @property
+    def _outputs(self) -> Sequence[Atom]:
+        """Those of the call, among the outputs of `forward`."""
+        return self.forward.jaxpr.outvars[: self.forward.num_outputs]
 
     @functools.cached_property
     def maps(self) -> dict[Var, Normalized | Copy]:
@@ -244,9 +247,10 @@ class StoragePlan:
     def program(self) -> ClosedJaxpr:
         """The equations for the outputs and `read`, with those as outputs."""
         jaxpr = self.forward.jaxpr
-        outputs = jaxpr.outvars[: self.forward.num_outputs]
         by_kernels = [v for v in self.packed if v not in self.fused]
-        return with_products_apart(prune(jaxpr, [*outputs, *self.read]), by_kernels)
+        return with_products_apart(
+            prune(jaxpr, [*self._outputs, *self.read]), by_kernels
+        )
 
     @functools.cached_property
     def read(self) -> list[Var]:
