@@ -21,6 +21,7 @@ import json
 import os
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -107,7 +108,7 @@ def kernel_check(shape: str, name: str, bits: int) -> Record:
         else:
             run.checked(run.FORMATS[name], activation, bits)
     except (Exception, SystemExit) as difference:
-        row["error"] = " ".join(str(difference).split())[:300]
+        row["error"] = textwrap.shorten(str(difference), 300)
     return row
 
 
@@ -129,7 +130,7 @@ def kernel_rows(shape: str, bits: Sequence[int], samples: int) -> list[Record]:
         try:
             rows += part(samples, clock)
         except (Exception, SystemExit) as difference:
-            text = " ".join(str(difference).split())[:300]
+            text = textwrap.shorten(str(difference), 300)
             rows.append({"shape": shape, "error": text})
     return [row | predicted(row) for row in rows] if on_gpu else rows
 
@@ -168,8 +169,6 @@ def prepared(extent: Extent, parts: Sequence[str]) -> list[Record]:
         jobs += [(compile_step, row) for row in extent.rows]
     if "checks" in parts:
         jobs += [(kernel_check, subject) for subject in extent.subjects]
-    if not jobs:
-        return []
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # many share the device
     workers = min(len(jobs), os.cpu_count() or 1)
     with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
@@ -179,11 +178,13 @@ def prepared(extent: Extent, parts: Sequence[str]) -> list[Record]:
     return [row for row in found if row is not None]
 
 
-def timed(
+def measured(
     extent: Extent, parts: Sequence[str]
 ) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """What is measured alone on the device: in which list, and how."""
+    """In which list of the results, and how. After the first, alone on the device."""
     fresh = functools.partial(functools.partial, in_fresh_process)
+    if "checks" in parts or "steps" in parts:
+        yield "checks", functools.partial(prepared, extent, parts)
     if "steps" in parts:
         for network, way in extent.rows:
             yield "steps", fresh(measure, network, way, Effort(extent.steps))
@@ -221,9 +222,7 @@ def main() -> None:
         results |= in_fresh_process(environment)
         if not options.dry_run and "NVIDIA" not in results["device"]:
             sys.exit(f"{results['device']} is no GPU: --dry-run tries the command")
-        results["checks"] = prepared(extent, options.only)
-        path.write_text(json.dumps(results, indent=1) + "\n")
-        for kind, part in timed(extent, options.only):
+        for kind, part in measured(extent, options.only):
             if time.monotonic() > end:
                 results["left_out"] += 1
                 continue

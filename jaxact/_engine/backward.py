@@ -40,13 +40,8 @@ def backward_pass(
     packed: Sequence[PyTree],
     kept: Sequence[jax.Array],
     cotangents: Sequence[jax.Array | SymbolicZero],
-    *,
-    is_ordered: bool = False,
 ) -> tuple[list[jax.Array], Probe]:
-    """Gradients for the active inputs, and cotangents for the settings `keys`.
-
-    `is_ordered`: see `ordered.py`.
-    """
+    """Gradients for the active inputs, and cotangents for the settings `keys`."""
     part = None
     is_used = [not isinstance(c, SymbolicZero) for c in cotangents]
     if not all(is_used) and (part := used_part(plan, is_used)) is not None:
@@ -63,7 +58,7 @@ def backward_pass(
         decoded = [_decoded(storage, r) for r in residuals]
         results = storage.backward(program, residuals, decoded, inputs.cotangents)
     else:
-        way = _way(plan, inputs, is_ordered=is_ordered)
+        way = _way(plan, inputs)
         results = _by(way, plan, part, storage, residuals, inputs), {}
     if not plan.packed:
         return results
@@ -164,9 +159,9 @@ def _held(
     return [lax.convert_element_type(g, dtype) for g, dtype in wide], measured
 
 
-def _way(plan: StoragePlan, inputs: BackwardInputs, *, is_ordered: bool) -> _Way:
+def _way(plan: StoragePlan, inputs: BackwardInputs) -> _Way:
     """How to evaluate a program that decodes."""
-    if is_ordered:
+    if plan.is_checkpointed:
         return product_by_product
     if not is_traced(inputs.packed):
         return _directly

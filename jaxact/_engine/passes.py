@@ -52,15 +52,10 @@ _LATEST = 128
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Passes:
-    """The passes of the calls that are stored as a plan says.
-
-    Attributes:
-      is_ordered: whether the backward pass goes product by product, see `ordered.py`.
-    """
+    """The passes of the calls that are stored as a plan says."""
 
     plan: StoragePlan
     storage: Storage
-    is_ordered: bool = False
 
     def forward(
         self, seed: Array, settings: Probe, inputs: Sequence[Array]
@@ -136,17 +131,12 @@ class Passes:
         """The variables that are packed, and those that they are normalized with."""
         plan = self.plan
         statistics = [v for n in plan.normalized.values() for v in n.statistics]
-        return list(dict.fromkeys([*map(self._source, plan.packed), *statistics]))
-
-    def _source(self, v: Var) -> Var:
-        """The variable from which a residual is packed."""
-        compared = self.plan.compared
-        return compared[v].source if v in compared else v
+        return list(dict.fromkeys([*map(plan.source, plan.packed), *statistics]))
 
     def _evaluate(self, inputs: Sequence[Array]) -> tuple[list[jax.Array], Env]:
         """The values for `Parts.tail`, and those that the saved variables have."""
         plan, forward = self.plan, self.plan.forward
-        arguments = _together(inputs) if self.is_ordered else inputs
+        arguments = _together(inputs) if plan.is_checkpointed else inputs
         results = evaluate(self._parts.head, forward.consts, arguments)
         count = len(self._parts.held)
         env = dict(zip(plan.read, results[count:], strict=True))
@@ -165,7 +155,7 @@ class Passes:
         seeds = make(seed, len(plan.packed))
         packed, traced = [], {}
         for v, own in zip(plan.packed, seeds, strict=True):
-            with in_mesh_of(env[self._source(v)]):
+            with in_mesh_of(env[plan.source(v)]):
                 setting = settings.get(plan.decisions[v].residual.key)
                 packed.append(self._store(v, env, own, setting, traced))
         return packed
@@ -181,7 +171,7 @@ class Passes:
         """One residual, encoded; `traced`: the codecs' programs so far."""
         plan, decision = self.plan, self.plan.decisions[v]
         comparison = plan.compared.get(v)
-        x = will_be_rounded(env[self._source(v)], decision)
+        x = will_be_rounded(env[plan.source(v)], decision)
         if v in plan.maps:
             x = plan.maps[v].apply(x, env)
         if comparison is not None:
@@ -190,7 +180,7 @@ class Passes:
 
         def encode(x: jax.Array, seed: jax.Array) -> PyTree:
             if comparison is not None:
-                return comparison.encode(decision.codec, x)
+                return comparison.encode(x)
             return self.storage.encode(decision, x, seed, setting, is_fused=is_fused)
 
         if decision.codec.is_differentiable and is_float(v):
@@ -221,15 +211,7 @@ class Passes:
             cotangents = [
                 next(arrays) if aval is None else SymbolicZero(aval) for aval in zeros
             ]
-        return backward_pass(
-            self.plan,
-            self.storage,
-            keys,
-            packed,
-            kept,
-            cotangents,
-            is_ordered=self.is_ordered,
-        )
+        return backward_pass(self.plan, self.storage, keys, packed, kept, cotangents)
 
 
 def _together(inputs: Sequence[Array]) -> list[Any]:

@@ -122,7 +122,7 @@ def plan_call(
         plan = decide(made.forward, flat, key.policy, prefix)
         is_checkpointed = key.is_checkpointed
         plan = dataclasses.replace(plan, origin=plans, is_checkpointed=is_checkpointed)
-        passes = Passes(plan, key.storage, is_ordered=is_checkpointed)
+        passes = Passes(plan, key.storage)
         made.by_prefix[prefix] = made.distinct.setdefault(plan.contents, passes)
     return made.by_prefix[prefix], made.nested
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxact._codec import Exact
+from jaxact._codec import Bitmask, Exact
 from jaxact._decision import Decision, Reason
 from jaxact._jaxpr.evaluate import bind, value_of
 from jaxact._jaxpr.primitives import FUSED
@@ -167,7 +167,7 @@ class StoragePlan:
       all_decisions: about every residual, for reports.
       policy: that decided.
       normalized: the map that a variable is stored through, for some in `decisions`.
-      is_checkpointed: whether the call is in a checkpoint.
+      is_checkpointed: whether the call is in a checkpoint that its policy asked for.
       origin: kept alive, so that equal calls find it.
     """
 
@@ -225,10 +225,16 @@ class StoragePlan:
     def compared(self) -> dict[Var, Comparison]:
         """The packed masks that are packed from another value."""
         jaxpr = self.forward.jaxpr
-        codecs = {v: self.decisions[v].codec for v in self.packed}
+        masks = [v for v in self.packed if type(self.decisions[v].codec) is Bitmask]
+        if not masks:
+            return {}
         # A checkpoint evaluates the call again for its residuals, not for its outputs.
         outputs = [] if self.is_checkpointed else self._outputs
-        return comparisons(jaxpr, codecs, in_memory(jaxpr, outputs))
+        return comparisons(jaxpr, masks, in_memory(jaxpr, outputs))
+
+    def source(self, v: Var) -> Var:
+        """The variable from which a residual is packed: itself, or another value."""
+        return self.compared[v].source if v in self.compared else v
 
     @property
     def _outputs(self) -> Sequence[Atom]:
@@ -238,8 +244,8 @@ class StoragePlan:
     @functools.cached_property
     def maps(self) -> dict[Var, Normalized | Copy]:
         """What some packed variables are encoded through: a norm, or their copy."""
-        whole = [v for v in self.packed if v not in self.normalized]
-        whole = [v for v in whole if v not in self.compared]
+        others = self.normalized.keys() | self.compared.keys()
+        whole = [v for v in self.packed if v not in others]
         codecs = {v: self.decisions[v].codec for v in whole}
         return {**copies(self.forward.jaxpr, codecs), **self.normalized}
 
@@ -255,9 +261,7 @@ class StoragePlan:
     @functools.cached_property
     def read(self) -> list[Var]:
         """The variables that outlive the forward pass, or are packed instead."""
-        compared = self.compared
-        found = [compared[v].source if v in compared else v for v in self.saved]
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(map(self.source, self.saved)))
 
     @functools.cached_property
     def saved(self) -> list[Var]:

@@ -19,14 +19,14 @@ class Format:
 
     Attributes:
       module: `affine` or `rotated` of `jaxact_kernels`.
-      packing, unpacking: options of encode and of both.
-      draws_again: whether decoding wants the seed that noise was drawn from.
+      options: of both operations.
+      draws_again: whether decoding wants the seed that noise was drawn from, and no
+        options.
     """
 
     name: str
     module: Any
-    packing: dict[str, Any] = dataclasses.field(default_factory=dict)
-    unpacking: dict[str, Any] = dataclasses.field(default_factory=dict)
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
     draws_again: bool = False
 
     def operations(
@@ -34,18 +34,16 @@ class Format:
     ) -> tuple[Operation, Operation]:
         """Encode and decode, as `choose` takes them."""
         array = activation.shape, jnp.dtype(activation.dtype), bits
-        decode = {"is_dithered": True} if self.draws_again else self.unpacking
         return (
-            self.module.Encode(*array, **self.packing, **self.unpacking),
-            self.module.Decode(*array, **decode),
+            self.module.Encode(*array, **self.options),
+            self.module.Decode(*array, **self.options),
         )
 
     def encode(self, bits: float) -> Callable[..., tuple[jax.Array, ...]]:
         """A function of (array, seed), to all that decoding needs."""
-        options = {"bits": bits, **self.packing, **self.unpacking}
 
         def encode(x: tuple[jax.Array, jax.Array], **which: Any) -> Any:
-            stored = self.module.encode(*x, **options, **which)
+            stored = self.module.encode(*x, bits=bits, **self.options, **which)
             return (*stored, x[1]) if self.draws_again else stored
 
         return encode
@@ -54,13 +52,15 @@ class Format:
         """A function of what `encode` returns, to the array."""
         shape, dtype = activation.shape, jnp.dtype(activation.dtype)
         array = {"shape": shape, "dtype": dtype, "bits": bits}
-        decode = functools.partial(self.module.decode, **array, **self.unpacking)
+        decode = functools.partial(self.module.decode, **array)
+        if not self.draws_again:
+            return functools.partial(decode, **self.options)
 
         def again(stored: tuple[jax.Array, ...], **which: Any) -> jax.Array:
             *arrays, seed = stored
             return decode(self.module.Stored(*arrays), seed=seed, **which)
 
-        return again if self.draws_again else decode
+        return again
 
 
 FORMATS = {
@@ -69,6 +69,6 @@ FORMATS = {
         Format("affine", affine),
         Format("dithered", affine, {"is_dithered": True}, draws_again=True),
         Format("rotated", rotated),
-        Format("adaptive", rotated, unpacking={"is_adaptive": True}),
+        Format("adaptive", rotated, {"is_adaptive": True}),
     )
 }

@@ -187,10 +187,10 @@ def measure_lossless(
     return rows
 
 
-def num_inputs(num_bytes: int) -> int:
-    """How many arrays with this size a chain takes."""
+def num_inputs(size: int) -> int:
+    """How many arrays of so many bytes a chain takes."""
     on_gpu = jax.default_backend() == "gpu"
-    return max(2, math.ceil(CACHE_BYTES / num_bytes)) if on_gpu else 1
+    return max(2, math.ceil(CACHE_BYTES / size)) if on_gpu else 1
 
 
 def row(

@@ -17,7 +17,6 @@ def encode(
     x: jax.Array,
     *,
     above: jax.typing.ArrayLike | None = None,
-    is_fused: bool = False,
     implementation: str | None = None,
 ) -> jax.Array:
     """Pack booleans, or `x > above`, in any shape, into `uint32[*lead, num_words]`.
@@ -31,8 +30,6 @@ def encode(
         above: a number or a scalar, which may be traced. `x > above` must be a
             comparison in that dtype: no float for integers, no float32 array for
             bfloat16.
-        is_fused: whether elementwise operations compute x, with which XLA can
-            fuse the definition: it is then used, not a kernel.
         implementation: the only one to use; None leaves it to `choose`.
 
     Raises:
@@ -47,9 +44,7 @@ def encode(
     """
     x = jnp.asarray(x)
     operands = (x,) if above is None else (x, _threshold(x, above))
-    operation = Encode(
-        x.shape, x.dtype, is_comparison=above is not None, is_fused=is_fused
-    )
+    operation = Encode(x.shape, x.dtype, is_comparison=above is not None)
     return run(operation, *operands, implementation=implementation)
 
 
