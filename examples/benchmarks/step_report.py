@@ -17,11 +17,11 @@ items a second: of the uncompressed step, over that ratio;
 temp: allocated by the compiled step besides arguments and results, gradients included,
 and how many times less than uncompressed; peak: most that the device had allocated;
 loss: of the last step; TFLOP: matrix products and convolutions of a step, and how many
-of them are computed again. Predicted: no measurement, but the time that the compiled
-program takes at least by its bytes, its operations and its launches, over that of the
-uncompressed one; kernels launched; bytes moved between chip and memory. Of policies
-about dots, only dots_saveable saves convolutions; with accumulation a batch norm sees
-a piece of the batch."""
+of them are computed again. Predicted: no measurement, but the compiled program's time
+by its bytes, its operations and its launches, over that of the uncompressed one;
+kernels launched; bytes moved between chip and memory. Of policies about dots, only
+dots_saveable saves convolutions; with accumulation a batch norm sees a piece of the
+batch."""
 BY_CAUSE = "Bytes moved, GB, by the cause of the kernels that move them"
 
 

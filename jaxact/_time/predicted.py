@@ -1,4 +1,4 @@
-"""The time that a step takes at least on a GPU, also on one that is not attached."""
+"""The time predicted for a step on a GPU, also on one that is not attached."""
 
 import collections
 from collections.abc import Callable, Mapping, Sequence
@@ -46,7 +46,7 @@ class CauseTime(Saved):
 
 @dataclass(frozen=True)
 class PredictedTime(Tabular):
-    """A bound on a compiled step's time: `print` it, or show it in a notebook.
+    """A prediction of a compiled step's time: `print` it, or show it in a notebook.
 
     Attributes:
       rows: kernels in the order that they are scheduled in, a loop's once.
@@ -106,9 +106,9 @@ class PredictedTime(Tabular):
     def summary(self) -> str:
         """The totals, and their meaning."""
         return (
-            f"{_milliseconds(self.seconds)} at least on {self.memory.device}, mostly "
+            f"{_milliseconds(self.seconds)} predicted on {self.memory.device}, mostly "
             f"{self.bound}: {self.kernels} kernels, {bytes_text(self.bytes)} moved, "
-            f"{_teraflops(self.flops)} TFLOP\na bound from the compiled program, no "
+            f"{_teraflops(self.flops)} TFLOP\nfrom the compiled program, no "
             "measurement"
         )
 
@@ -183,14 +183,15 @@ _COLUMNS: list[Column[Kernel]] = [
 def predicted_time(
     step: Callable[..., Any], *args: Any, target: str | None = None, **kwargs: Any
 ) -> PredictedTime:
-    """Compile `step` for a GPU and bound the time that its program takes there.
+    """Compile `step` for a GPU and predict the time that its program takes there.
 
-    A bound and no measurement. Each kernel of the compiled program takes the longest of
-    its bytes by the memory's bandwidth, its matrix products by the tensor cores' rate
-    and its other operations by their units' rate, as large kernels reach them, and a
-    launch (Williams, Waterman and Patterson 2009, the roofline). Kernels reach less,
-    and autotuning on a device chooses other ones; nothing is found in a cache. So
-    compare two steps by it: errors that both have cancel in the ratio.
+    No measurement. Each kernel of the compiled program takes the longest of its bytes
+    by the memory's bandwidth, its matrix products by the tensor cores' rate and its
+    other operations by their units' rate, as large kernels reach them, and a launch
+    (Williams, Waterman and Patterson 2009, the roofline). Where XLA sums columns, as
+    for a bias or a batch norm, bytes and operations take their times in turn. Other
+    kernels reach less, and autotuning on a device chooses other ones; nothing is found
+    in a cache. So compare two steps by it: errors that both have cancel in the ratio.
 
     Of a kernel in another language, such as one by Pallas or cuDNN, the bytes are known
     and the arithmetic is not: it counts by its bytes alone.

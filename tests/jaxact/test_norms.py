@@ -1,5 +1,7 @@
 """Norms whose rows share a group of codes, and norms inside of branches."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -78,6 +80,19 @@ def test_rows_of_any_scale_share_a_group(name):
     # A group's range is at most 8 deviations; stochastic rounding errs by half of a
     # 255th of it, and the gradient has the rounded value times a cotangent's part.
     assert draw_error(BY_ROW[name], ROWS) < 8 / 255 / 2
+
+
+def divisions(f):
+    """How many of a gradient's operations divide something as large as the array."""
+    traced = jax.make_jaxpr(jax.grad(lambda x: f(x).sum(dtype=jnp.float32)))(ROWS)
+    return len(re.findall(r"f32\[16,8,16\] = div ", str(traced)))
+
+
+def test_backward_divides_no_element_by_a_scale():
+    """A GPU takes ten instructions to divide, and one to multiply."""
+    f = BY_ROW["cast"]  # it divides sums by their number alone
+    compressed = jaxact.compress(f, policy=jaxact.Policy(8), activations="x")
+    assert divisions(compressed) == divisions(f) == 0
 
 
 MASK = (jnp.arange(8) % 2 > 0).reshape(1, 8, 1)

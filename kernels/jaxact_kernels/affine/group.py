@@ -120,6 +120,11 @@ def small_float(number: jax.Array) -> jax.Array:
     return lax.sub(float_of(lax.bitwise_or(number, MAGIC_BITS)), MAGIC)
 
 
+def nearest(t: jax.Array) -> jax.Array:
+    """The nearest integer, ties to even, as `uint32`, for 0 <= t <= 2**23."""
+    return lax.sub(pattern(lax.add(t, MAGIC)), MAGIC_BITS)
+
+
 def is_constant(metadata: jax.Array) -> jax.Array:
     """Whether each group holds one value, by the sign of its scale."""
     return lax.ne(lax.bitwise_and(metadata, CONSTANT), np.uint32(0))

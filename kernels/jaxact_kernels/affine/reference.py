@@ -76,6 +76,7 @@ from jaxact_kernels.affine.group import (
     largest,
     less_noise,
     metadata,
+    nearest,
     over,
     pattern,
     put,
@@ -298,6 +299,10 @@ def fixed_point(x: jax.Array, line: Line, bits: int | jax.Array) -> jax.Array:
     t = lax.mul(lax.sub(lax.mul(x, np.float32(0.5)), half_zero), slope)
     t = put(np.float32(0), lax.bitwise_not(lax.gt(t, np.float32(0))), t)  # NaN too
     t = lax.min(t, _last_code(x.shape, bits))
+    if isinstance(bits, int) and bits < 8:
+        # By a sum, as a GPU's converters are slow. A compiler cannot contract it with
+        # the product: that passes a minimum first.
+        return lax.add(nearest(t), base)
     t = lax.round(t, lax.RoundingMethod.TO_NEAREST_EVEN)
     return lax.add(lax.convert_element_type(_signed(t), np.uint32), base)
 
