@@ -151,7 +151,7 @@ def test_a_dry_run_goes_all_the_way(tmp_path):
 def test_time_that_is_up_and_no_gpu(load, monkeypatch, tmp_path):
     gpu = load("gpu")
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(gpu, "in_fresh_process", lambda function, *args: function(*args))
+    monkeypatch.setattr(gpu, "in_fresh_process", lambda f, *args: f(*args))
     arguments = ["gpu.py", "--output", str(tmp_path / "gpu")]
     late = ["--dry-run", "--only", "kernels", "--minutes", "0"]
     monkeypatch.setattr(sys, "argv", [*arguments, *late])

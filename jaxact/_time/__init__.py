@@ -1,4 +1,4 @@
-"""Operations that a step computes, and the time that they are predicted to take on a GPU."""
+"""Operations that a step computes, and the time predicted for them on a GPU."""
 
 from jaxact._time.flops import count_flops as count_flops
 from jaxact._time.predicted import (

@@ -41,16 +41,22 @@ def cause_of(kernel: Instruction, body: Computation, has_products: bool) -> str:
     if all(made.opcode in MOVES for made in working):
         return COPIES
     name = _source(body).op_name if body else kernel.op_name
-    scope = _SCOPE.search(name or kernel.op_name)
-    if scope is None:
+    found = format_in(name or kernel.op_name)
+    if found is None:
         return OTHER
-    if scope[1] in _MASK_FORMATS:
+    if found[0] in _MASK_FORMATS:
         return MASKS
-    inside = name[scope.end() :].split("/")
+    inside = _SCOPE.split(name)[-1].split("/")
     for part in (EXTREMES, METADATA):
         if part in inside:
             return part
-    return scope[2]
+    return found[1]
+
+
+def format_in(op_name: str) -> tuple[str, str] | None:
+    """('affine', 'encode') for an operation of that format's encoder."""
+    scope = _SCOPE.search(op_name)
+    return (scope[1], scope[2]) if scope else None
 
 
 def _source(body: Computation) -> Instruction:

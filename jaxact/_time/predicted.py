@@ -193,8 +193,8 @@ def predicted_time(
     kernels reach less, and autotuning on a device chooses other ones; nothing is found
     in a cache. So compare two steps by it: errors that both have cancel in the ratio.
 
-    Of a kernel in another language, such as one by Pallas or cuDNN, the bytes are known
-    and the arithmetic is not: it counts by its bytes alone.
+    A kernel in another language, such as one by Pallas, counts by its bytes alone, as
+    its arithmetic is not known, but for jaxact's own.
     Loops count as often as the compiler knows that they run, else once; of a `cond` the
     slowest branch. Matrix products count as if a good library ran them.
 

@@ -16,6 +16,7 @@ from jaxact._time.cause import cause_of
 from jaxact._time.columns import column_blocks
 from jaxact._time.hlo import Instruction, Program
 from jaxact._time.opcodes import CALLS
+from jaxact._time.packing import packing_slots
 from jaxact._time.traffic import Traffic, traffic
 from jaxact._time.work import Slots, products, slots
 
@@ -98,7 +99,7 @@ def _kernel(
 ) -> Kernel:
     around, body = program.computations[name], program.body(made)
     moved, flops = traffic(made, around, body), products(made, around, body)
-    work = Slots() if flops else slots(body, program)
+    work = Slots() if flops else slots(body, program) + packing_slots(made, around)
     parts = {
         MEMORY: (moved.read + moved.written) / (_MEMORY_REACHED * gpu.bytes_per_second),
         LINK: moved.host / (_LINK_REACHED * gpu.host_bytes_per_second),

@@ -1,6 +1,7 @@
 """Time by the roofline of a program whose bytes and operations are known by hand."""
 
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -346,6 +347,39 @@ def test_convolutions_and_products_in_full_precision():
     # No tensor core has float32 products of 24 bits.
     at_lanes = rows["exact"].flops / (0.89 * 66.9e12)
     assert rows["exact"].seconds >= LAUNCH + 0.99 * at_lanes
+
+
+PACKING = """\
+ENTRY %main (x: bf16[4096,256], s: u32[1]) -> bf16[4096,256] {
+  %x = bf16[4096,256]{1,0} parameter(0)
+  %s = u32[1]{0} parameter(1)
+  %packed = (u32[4096,WORDS]{1,0}, u32[4096]{0}) custom-call(%x, %s), \
+custom_call_target="__gpu$xla.gpu.triton", \
+metadata={op_name="jit(f)/jaxact.FORMAT.encode/encode/pallas_call"}
+  %words = u32[4096,WORDS]{1,0} get-tuple-element(%packed), index=0
+  %metadata = u32[4096]{0} get-tuple-element(%packed), index=1
+  ROOT %numbers = bf16[4096,256]{1,0} custom-call(%words, %metadata, %s), \
+custom_call_target="__gpu$xla.gpu.triton", \
+metadata={op_name="jit(f)/jaxact.FORMAT.decode/decode/pallas_call"}
+}
+"""
+COUNTS = Path(__file__).parents[2] / "kernels/benchmarks/results/h100-count.json"
+COUNTED = [
+    row
+    for row in json.loads(COUNTS.read_text())["rows"]
+    if row["implementation"] == "triton" and row["format"] in ("affine", "rotated")
+]
+
+
+@pytest.mark.parametrize("row", COUNTED, ids=lambda row: row["format"])
+def test_own_kernels_have_the_arithmetic_of_their_machine_code(row):
+    """Rotations are bound by it: 1.5 times the time of their bytes, and more."""
+    text = PACKING.replace("WORDS", str(8 * row["bits"]))
+    rows = {r.name: r for r in of(text.replace("FORMAT", row["format"])).rows}
+    found = rows["packed" if row["operation"] == "encode" else "numbers"]
+    integers = row["per_element"]["alu"] * 2**20 / (0.89 * 1.98e9 * 132 * 64)
+    moved = found.bytes / (0.9 * 3.35232e12)
+    assert found.seconds == pytest.approx(LAUNCH + max(integers, moved), rel=0.01)
 
 
 BRANCHES = """\
