@@ -55,14 +55,19 @@ class Gpu:
         return ".".join([*numbers, "0"][:2])
 
     @property
+    def clocks(self) -> float:
+        """Those of all multiprocessors in a second."""
+        return 1e9 * self.clock_ghz * self.cores
+
+    @property
     def alu_flops(self) -> float:
         """Float32 operations a second outside tensor cores; a multiply-add is two."""
-        return 2e9 * self.clock_ghz * self.cores * self.fpus_per_core
+        return 2 * self.clocks * self.fpus_per_core
 
     @property
     def integer_operations(self) -> float:
         """Additions, shifts, comparisons or conversions of integers a second."""
-        return 1e9 * self.clock_ghz * self.cores * _INTEGER_LANES
+        return self.clocks * _INTEGER_LANES
 
     @property
     def peak_flops(self) -> Mapping[str, float]:

@@ -214,7 +214,7 @@ class StoragePlan:
     @functools.cached_property
     def fused(self) -> frozenset[Var]:
         """Packed variables that are computed where their encoding reads them."""
-        whole = in_memory(self.forward.jaxpr, self._outputs)
+        whole = self._in_memory
         return frozenset(
             v
             for v in self.packed
@@ -230,12 +230,16 @@ class StoragePlan:
         if not masks:
             return {}
         # A checkpoint evaluates the call again for its residuals, not for its outputs.
-        outputs = [] if self.is_checkpointed else self._outputs
-        return comparisons(jaxpr, masks, in_memory(jaxpr, outputs))
+        whole = in_memory(jaxpr, []) if self.is_checkpointed else self._in_memory
+        return comparisons(jaxpr, masks, whole)
 
     def source(self, v: Var) -> Var:
         """The variable from which a residual is packed: itself, or another value."""
         return self.compared[v].source if v in self.compared else v
+
+    @functools.cached_property
+    def _in_memory(self) -> frozenset[Var]:
+        return in_memory(self.forward.jaxpr, self._outputs)
 
     @property
     def _outputs(self) -> Sequence[Atom]:

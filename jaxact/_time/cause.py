@@ -16,7 +16,8 @@ EXTREMES, METADATA = "extremes", "metadata"
 MASKS, COPIES, OTHER = "masks", "copies", "other"
 CAUSES = (PRODUCTS, ENCODE, EXTREMES, METADATA, DECODE, MASKS, COPIES, OTHER)
 
-_SCOPE = re.compile(r"jaxact\.(\w+)\.(encode|decode)")
+# A format, and its operation.
+SCOPE = re.compile(r"jaxact\.(\w+)\.(encode|decode)")
 # One bit for a comparison, a few for a position: no format for numbers.
 _MASK_FORMATS = frozenset(["mask", "index"])
 # They change how a value is written, not what computes it.
@@ -41,22 +42,16 @@ def cause_of(kernel: Instruction, body: Computation, has_products: bool) -> str:
     if all(made.opcode in MOVES for made in working):
         return COPIES
     name = _source(body).op_name if body else kernel.op_name
-    found = format_in(name or kernel.op_name)
-    if found is None:
+    scope = SCOPE.search(name or kernel.op_name)
+    if scope is None:
         return OTHER
-    if found[0] in _MASK_FORMATS:
+    if scope[1] in _MASK_FORMATS:
         return MASKS
-    inside = _SCOPE.split(name)[-1].split("/")
+    inside = name[scope.end() :].split("/")
     for part in (EXTREMES, METADATA):
         if part in inside:
             return part
-    return found[1]
-
-
-def format_in(op_name: str) -> tuple[str, str] | None:
-    """('affine', 'encode') for an operation of that format's encoder."""
-    scope = _SCOPE.search(op_name)
-    return (scope[1], scope[2]) if scope else None
+    return scope[2]
 
 
 def _source(body: Computation) -> Instruction:

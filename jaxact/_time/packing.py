@@ -1,6 +1,6 @@
 """The arithmetic of jaxact's own kernels, which a compiled program shows as calls."""
 
-from jaxact._time.cause import DECODE, format_in
+from jaxact._time.cause import DECODE, SCOPE
 from jaxact._time.hlo import Computation, Instruction
 from jaxact._time.work import Slots
 
@@ -17,11 +17,14 @@ _INTEGERS = {
 
 def packing_slots(kernel: Instruction, around: Computation) -> Slots:
     """Operations by which a kernel packs or unpacks numbers; none for another."""
-    found = format_in(kernel.op_name)
-    if not kernel.target or found not in _INTEGERS:
+    scope = SCOPE.search(kernel.op_name)
+    if scope is None or not kernel.target:
+        return Slots()
+    counts = _INTEGERS.get((scope[1], scope[2]))
+    if counts is None:
         return Slots()
     numbers, words = around[kernel.operands[0]].arrays[0], kernel.arrays[0]
-    if found[1] == DECODE:
+    if scope[2] == DECODE:
         numbers, words = words, numbers
     is_wide = 8 * words.bytes > 3 * numbers.elements
-    return Slots(integers=_INTEGERS[found][is_wide] * numbers.elements)
+    return Slots(integers=counts[is_wide] * numbers.elements)

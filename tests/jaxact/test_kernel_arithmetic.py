@@ -5,9 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from support.predictions import of
-
-LAUNCH = 2e-6
+from support.predictions import LAUNCH, of
 
 # A batch norm's sums, of many positions and of few.
 COLUMNS = """HloModule jit_columns

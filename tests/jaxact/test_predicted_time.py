@@ -13,7 +13,7 @@ from jaxact._memory.targets import TARGETS
 from jaxact._time.hlo import parse
 from jaxact._time.roofline import timed_kernels
 from support.gpu_target import needs_target
-from support.predictions import of
+from support.predictions import LAUNCH, of
 
 pytestmark = pytest.mark.unoptimized
 
@@ -114,7 +114,6 @@ CHAIN = "  %c0 = u32[4096,8192]{1,0} or(%c, %x)\n" + "".join(
     f"  %c{i + 1} = u32[4096,8192]{{1,0}} or(%c{i}, %x)\n" for i in range(96)
 )
 HLO = HLO.replace("CHAIN", CHAIN)
-LAUNCH = 2e-6
 
 
 @pytest.fixture(scope="module")

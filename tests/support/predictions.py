@@ -5,6 +5,8 @@ from jaxact._memory.targets import TARGETS
 from jaxact._time.hlo import parse
 from jaxact._time.roofline import timed_kernels
 
+LAUNCH = 2e-6  # seconds
+
 
 def of(text, target="h100"):
     gpu = TARGETS[target]

@@ -120,7 +120,7 @@ def small_float(number: jax.Array) -> jax.Array:
     return lax.sub(float_of(lax.bitwise_or(number, MAGIC_BITS)), MAGIC)
 
 
-def nearest(t: jax.Array) -> jax.Array:
+def nearest_integer(t: jax.Array) -> jax.Array:
     """The nearest integer, ties to even, as `uint32`, for 0 <= t <= 2**23."""
     return lax.sub(pattern(lax.add(t, MAGIC)), MAGIC_BITS)
 

@@ -76,7 +76,7 @@ from jaxact_kernels.affine.group import (
     largest,
     less_noise,
     metadata,
-    nearest,
+    nearest_integer,
     over,
     pattern,
     put,
@@ -302,7 +302,7 @@ def fixed_point(x: jax.Array, line: Line, bits: int | jax.Array) -> jax.Array:
     if isinstance(bits, int) and bits < 8:
         # By a sum, as a GPU's converters are slow. A compiler cannot contract it with
         # the product: that passes a minimum first.
-        return lax.add(nearest(t), base)
+        return lax.add(nearest_integer(t), base)
     t = lax.round(t, lax.RoundingMethod.TO_NEAREST_EVEN)
     return lax.add(lax.convert_element_type(_signed(t), np.uint32), base)
 

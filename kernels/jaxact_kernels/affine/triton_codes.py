@@ -12,7 +12,7 @@ from jax import lax
 
 from jaxact_kernels import noise
 from jaxact_kernels.affine import group
-from jaxact_kernels.affine.group import MAGIC, nearest, small_float
+from jaxact_kernels.affine.group import MAGIC, nearest_integer, small_float
 from jaxact_kernels.affine.reference import NEAREST
 from jaxact_kernels.block import Block, TileNumber
 
@@ -59,11 +59,11 @@ def ordinary_fixed_point(
 def _rounded(t: jax.Array, bits: int) -> jax.Array:
     """The nearest integer, ties to even, as `uint32`, for 0 <= t < 2**(bits + 16)."""
     if bits < 8:
-        return nearest(t)
+        return nearest_integer(t)
     is_upper = lax.ge(t, MAGIC)
     lower = lax.select(is_upper, lax.sub(t, MAGIC), t)
     upper = lax.shift_left(lax.convert_element_type(is_upper, np.uint32), np.uint32(23))
-    return lax.add(nearest(lower), upper)
+    return lax.add(nearest_integer(lower), upper)
 
 
 def round_tiles(
