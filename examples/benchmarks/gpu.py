@@ -52,7 +52,7 @@ class Extent:
       checked: shapes of `kernels/benchmarks/shapes.py` in which every width is checked.
       timed: those in which `timed_widths` are timed too.
       networks, ways: of steps.
-      steps: that each way takes.
+      steps, turn: that each way takes, and in one turn.
     """
 
     checked: tuple[str, ...]
@@ -61,7 +61,8 @@ class Extent:
     ways: tuple[str, ...]
     widths: tuple[int, ...] = (1, 2, 3, 4, 8)
     timed_widths: tuple[int, ...] = (4, 2)
-    steps: int = 16
+    steps: int = 48
+    turn: int = 8
 
     @property
     def subjects(self) -> list[tuple[str, str, int]]:
@@ -90,7 +91,8 @@ DRY = Extent(
     ways=("uncompressed", "jaxact 4 bits"),
     widths=(1,),
     timed_widths=(2,),
-    steps=4,
+    steps=6,
+    turn=2,
 )
 
 
@@ -187,7 +189,8 @@ def measured(
         yield "checks", functools.partial(prepared, extent, parts)
     if "steps" in parts:
         for network, way in extent.rows:
-            yield "steps", fresh(measure, network, way, Effort(extent.steps))
+            effort = Effort(extent.steps, extent.turn)
+            yield "steps", fresh(measure, network, way, effort)
     if "kernels" in parts:
         for shape in extent.timed:
             yield "kernels", fresh(kernel_rows, shape, extent.timed_widths, 10)

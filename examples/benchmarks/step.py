@@ -63,8 +63,8 @@ def parse() -> argparse.Namespace:
 
 def effort_of(options: argparse.Namespace) -> Effort:
     if not options.compile_only:
-        return Effort(options.steps, options.target)
-    return Effort(0, options.target, here=options.target is None)
+        return Effort(options.steps, target=options.target)
+    return Effort(0, target=options.target, here=options.target is None)
 
 
 def measurer() -> Callable[..., Record]:

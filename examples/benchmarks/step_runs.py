@@ -2,10 +2,11 @@
 
 import contextlib
 import functools
+import itertools
 import statistics
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -35,12 +36,15 @@ class Effort:
     """The extent of a measurement.
 
     Attributes:
-      steps: that are trained; the first one is not timed. 0: compile, but run nothing.
+      steps: that are trained; the first turn is not timed. 0: compile, but run nothing.
+      turn: steps that follow one another, as in training, before the other way's. A GPU
+        that waits for the host after each would idle for some milliseconds.
       target: a GPU whose compiler is asked for memory and time; None: none.
       here: whether to compile for this machine.
     """
 
     steps: int = 16
+    turn: int = 1
     target: str | None = None
     here: bool = True
 
@@ -148,12 +152,13 @@ def measure(network: str, way: str, effort: Effort) -> Record:
         parts["compile"] = lambda: compile_here(subject)
     if effort.steps:
         parts["peak"] = lambda: peak(subject)
-        parts["run"] = lambda: race(subject, base, effort.steps)
+        parts["run"] = lambda: race(subject, base, effort)
     if effort.target:
         parts["target"] = lambda: compile_for(effort.target, subject)
     row: Record = {"network": network, "way": way}
     row |= {"about": base.network.about, "unit": base.network.unit}
-    row |= {"steps": effort.steps, "target": effort.target, "why": {}}
+    row |= {"steps": effort.steps, "turn": effort.turn, "target": effort.target}
+    row |= {"why": {}}
     row |= dict.fromkeys(NUMBERS)
     for part, measurement in parts.items():
         try:
@@ -203,19 +208,22 @@ class Run:
         self.seconds: list[float] = []
         self.loss: Any = None
 
-    def take(self, batch: Any) -> None:
+    def take(self, batches: Sequence[Any]) -> None:
         start = time.perf_counter()
-        self.state, self.loss = jax.block_until_ready(self.step(self.state, batch))
-        self.seconds.append(time.perf_counter() - start)
+        for batch in batches:
+            self.state, self.loss = self.step(self.state, batch)
+        jax.block_until_ready((self.state, self.loss))
+        self.seconds.append((time.perf_counter() - start) / len(batches))
 
 
-def race(subject: Trainer, rival: Trainer, steps: int) -> Record:
+def race(subject: Trainer, rival: Trainer, effort: Effort) -> Record:
     """Train both on the same batches, in turns, each one first in every other round."""
     ours, base = runs = [Run(who, rival.init()) for who in (subject, rival)]
-    for batch in subject.network.batches(steps):
-        batch = jax.block_until_ready(jax.device_put(batch))
+    every = iter(subject.network.batches(effort.steps))
+    while turn := list(itertools.islice(every, effort.turn)):
+        turn = jax.block_until_ready(jax.device_put(turn))
         for run in runs:
-            run.take(batch)
+            run.take(turn)
         runs.reverse()
     seconds = statistics.median(ours.seconds[1:])
     ratios = [a / b for a, b in zip(ours.seconds, base.seconds, strict=True)][1:]
@@ -235,7 +243,7 @@ def peak(subject: Trainer) -> Record:
         return {"peak_bytes": None}
     run = Run(subject, subject.init())
     for batch in subject.network.batches(2):
-        run.take(jax.device_put(batch))
+        run.take([jax.device_put(batch)])
     return {"peak_bytes": jax.local_devices()[0].memory_stats()["peak_bytes_in_use"]}
 
 

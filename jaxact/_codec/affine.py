@@ -1,6 +1,7 @@
 """Group-wise integers with stochastic rounding (ActNN, Chen et al. 2021)."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -13,6 +14,7 @@ from jaxact._codec.rows import short_rows
 from jaxact._codec.wide import Wide
 from jaxact_kernels import affine
 from jaxact_kernels.dispatch import run
+from jaxact_kernels.normalization import Normalization
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,18 +79,38 @@ class Quantize(Codec[affine.Stored | Wide[affine.Stored]]):
     ) -> affine.Stored | Wide[affine.Stored]:
         return self._encode(x, seed, is_fused=True)
 
+    def encode_normalized(
+        self,
+        x: jax.Array,
+        seed: jax.Array,
+        normalization: Normalization,
+        coefficients: Sequence[jax.Array],
+    ) -> affine.Stored | Wide[affine.Stored]:
+        if wide.is_needed(x.dtype):
+            return super().encode_normalized(x, seed, normalization, coefficients)
+        operation = self._operation(x, normalization=normalization)
+        return run(operation, x, seed, *coefficients)
+
     def _encode(
         self, x: jax.Array, seed: jax.Array, is_fused: bool
     ) -> affine.Stored | Wide[affine.Stored]:
-        options = (self.bits, self.group_size, self.stochastic)
-
         def pack(x: jax.Array) -> affine.Stored:
-            operation = affine.Encode(x.shape, x.dtype, *options, is_fused=is_fused)
-            return run(operation, x, seed)
+            return run(self._operation(x, is_fused=is_fused), x, seed)
 
         if wide.is_needed(x.dtype):
             return wide.encode(x, self.group_size, pack)
         return pack(x)
+
+    def _operation(
+        self,
+        x: jax.Array,
+        *,
+        is_fused: bool = False,
+        normalization: Normalization | None = None,
+    ) -> affine.Encode:
+        options = (self.bits, self.group_size, self.stochastic)
+        how = {"is_fused": is_fused, "normalization": normalization}
+        return affine.Encode(x.shape, x.dtype, *options, **how)
 
     def decode(
         self,

@@ -2,6 +2,7 @@
 
 import abc
 import enum
+from collections.abc import Sequence
 from typing import ClassVar, Generic, TypeVar
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxact._saved import Saved
+from jaxact_kernels.normalization import Normalization
 
 Stored = TypeVar("Stored")
 
@@ -138,6 +140,20 @@ class Codec(Action, Generic[Stored]):
         fuses the encoding with those operations and x is never written to memory.
         """
         return self.encode(x, seed)
+
+    def encode_normalized(
+        self,
+        x: jax.Array,
+        seed: jax.Array,
+        normalization: Normalization,
+        coefficients: Sequence[jax.Array],
+    ) -> Stored:
+        """`encode`, for `normalization(x, *coefficients)` with an x that is in memory.
+
+        The value is the same. A codec with a kernel may let it normalize the elements
+        that it reads.
+        """
+        return self.encode_fused(normalization(x, *coefficients), seed)
 
     def declines(self, shape: tuple[int, ...], dtype: DTypeLike) -> str | None:
         """Unless overridden, all that is not real floats; float64 if `is_float32`."""

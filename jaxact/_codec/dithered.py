@@ -1,6 +1,7 @@
 """Group-wise integers whose rounding noise the decoder takes off again."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -14,6 +15,7 @@ from jaxact._codec.rows import short_rows
 from jaxact._codec.wide import Wide
 from jaxact_kernels import affine
 from jaxact_kernels.dispatch import run
+from jaxact_kernels.normalization import Normalization
 
 
 class Stored(NamedTuple):
@@ -77,20 +79,38 @@ class Dithered(Codec[Stored | Wide[Stored]]):
     def encode_fused(self, x: jax.Array, seed: jax.Array) -> Stored | Wide[Stored]:
         return self._encode(x, seed, is_fused=True)
 
+    def encode_normalized(
+        self,
+        x: jax.Array,
+        seed: jax.Array,
+        normalization: Normalization,
+        coefficients: Sequence[jax.Array],
+    ) -> Stored | Wide[Stored]:
+        if wide.is_needed(x.dtype):
+            return super().encode_normalized(x, seed, normalization, coefficients)
+        operation = self._operation(x, normalization=normalization)
+        return Stored(run(operation, x, seed, *coefficients), seed)
+
     def _encode(
         self, x: jax.Array, seed: jax.Array, is_fused: bool
     ) -> Stored | Wide[Stored]:
-        options = (self.bits, self.group_size)
-
         def pack(x: jax.Array) -> Stored:
-            operation = affine.Encode(
-                x.shape, x.dtype, *options, is_dithered=True, is_fused=is_fused
-            )
-            return Stored(run(operation, x, seed), seed)
+            return Stored(run(self._operation(x, is_fused=is_fused), x, seed), seed)
 
         if wide.is_needed(x.dtype):
             return wide.encode(x, self.group_size, pack)
         return pack(x)
+
+    def _operation(
+        self,
+        x: jax.Array,
+        *,
+        is_fused: bool = False,
+        normalization: Normalization | None = None,
+    ) -> affine.Encode:
+        options = (self.bits, self.group_size)
+        how = {"is_fused": is_fused, "normalization": normalization}
+        return affine.Encode(x.shape, x.dtype, *options, is_dithered=True, **how)
 
     def decode(
         self, stored: Stored | Wide[Stored], shape: tuple[int, ...], dtype: DTypeLike

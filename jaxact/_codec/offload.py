@@ -1,6 +1,7 @@
 """Keep a residual in host memory, through any other codec."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ from jax.typing import DTypeLike
 from jaxact._codec.around import AroundCodec
 from jaxact._codec.base import Codec
 from jaxact._codec.exact import Exact
+from jaxact_kernels.normalization import Normalization
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +46,15 @@ class Offload(AroundCodec[Any]):
 
     def encode_fused(self, x: jax.Array, seed: jax.Array) -> Any:
         return self.codec.encode_fused(x, seed)
+
+    def encode_normalized(
+        self,
+        x: jax.Array,
+        seed: jax.Array,
+        normalization: Normalization,
+        coefficients: Sequence[jax.Array],
+    ) -> Any:
+        return self.codec.encode_normalized(x, seed, normalization, coefficients)
 
     def decode(
         self, stored: Any, shape: tuple[int, ...], dtype: DTypeLike

@@ -38,7 +38,7 @@ from jaxact._engine.planning import CallKey, plan_call
 from jaxact._engine.primal import Primal
 from jaxact._engine.scan import CompressBody, contains_scan
 from jaxact._engine.seeds import salted, seed_at
-from jaxact._engine.storage import Draw, Packed, Storage
+from jaxact._engine.storage import Draw, Packed, Source, Storage
 from jaxact._engine.warnings import notice, notice_call, planning, warn_about_rules
 from jaxact._jaxpr.compat import reduced_like
 from jaxact._jaxpr.evaluate import is_traced
@@ -134,15 +134,16 @@ class ActionStorage(Storage):
     def encode(
         self,
         decision: Decision,
-        x: jax.Array,
+        source: Source,
         seed: jax.Array,
         setting: jax.Array | None,
-        *,
-        is_fused: bool,
     ) -> PyTree:
         """The arrays that the action's codec stores."""
-        codec = decision.codec
-        return (codec.encode_fused if is_fused else codec.encode)(x, seed)
+        codec, x = decision.codec, source.x
+        if source.normalization is not None:
+            how = source.normalization, source.coefficients
+            return codec.encode_normalized(x, seed, *how)
+        return (codec.encode_fused if source.is_fused else codec.encode)(x, seed)
 
     def decode(self, packed: Packed) -> jax.Array:
         """The array that the action's codec decodes."""

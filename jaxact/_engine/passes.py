@@ -23,7 +23,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from jaxact._engine.backward import backward_pass
 from jaxact._engine.seeds import known_seeds, seeds_for
-from jaxact._engine.storage import Probe, Storage
+from jaxact._engine.storage import Probe, Source, Storage
 from jaxact._jaxpr.compat import barrier
 from jaxact._jaxpr.evaluate import (
     evaluate,
@@ -171,31 +171,42 @@ class Passes:
         """One residual, encoded; `traced`: the codecs' programs so far."""
         plan, decision = self.plan, self.plan.decisions[v]
         comparison = plan.compared.get(v)
-        x = will_be_rounded(env[plan.source(v)], decision)
-        if v in plan.maps:
-            x = plan.maps[v].apply(x, env)
+        source = self._source(v, env)
         if comparison is not None:
-            x = lax.stop_gradient(x)  # a mask has no derivative
-        is_fused = v in plan.fused
+            x = lax.stop_gradient(source.x)  # a mask has no derivative
+            source = dataclasses.replace(source, x=x)
 
-        def encode(x: jax.Array, seed: jax.Array) -> PyTree:
+        def encode(x: jax.Array, seed: jax.Array, *coefficients: jax.Array) -> PyTree:
             if comparison is not None:
                 return comparison.encode(x)
-            return self.storage.encode(decision, x, seed, setting, is_fused=is_fused)
+            own = dataclasses.replace(source, x=x, coefficients=coefficients)
+            return self.storage.encode(decision, own, seed, setting)
 
+        operands = source.x, seed, *source.coefficients
         if decision.codec.is_differentiable and is_float(v):
-            return encode(x, seed)
+            return encode(*operands)
         # Traced here, so that the way from a call to its codec is straight. Residuals
         # that are alike share the program: JAX then lowers it once.
         above = comparison and comparison.above
-        key = decision.codec, above, is_fused, jax.typeof(x), jax.typeof(seed)
+        how = source.is_fused, source.normalization
+        key = decision.codec, above, how, *map(jax.typeof, operands)
         found = traced.get(key) if setting is None else None
         if found is None:
-            closed, out = jax.make_jaxpr(encode, return_shape=True)(x, seed)
+            closed, out = jax.make_jaxpr(encode, return_shape=True)(*operands)
             found = closed, jax.tree.structure(out)
             if setting is None:
                 traced[key] = found
-        return hide(*found, x, seed)
+        return hide(*found, *operands)
+
+    def _source(self, v: Var, env: Env) -> Source:
+        """The array that a residual is encoded from."""
+        plan = self.plan
+        x = will_be_rounded(env[plan.source(v)], plan.decisions[v])
+        is_fused, norm = v in plan.fused, plan.normalized.get(v)
+        if norm is not None and not is_fused:
+            how = norm.normalization(x.ndim), norm.operands(x, env)
+            return Source(x, is_fused, *how)
+        return Source(plan.maps[v].apply(x, env) if v in plan.maps else x, is_fused)
 
     def _backward(
         self,

@@ -9,6 +9,7 @@ import jax
 
 from jaxact._decision import Decision
 from jaxact._jaxpr.types import Array, PyTree
+from jaxact_kernels.normalization import Normalization
 
 # A measurement's settings, or the cotangents that come back, by `Residual.key`.
 Probe: TypeAlias = dict[str, jax.Array]
@@ -46,6 +47,30 @@ class Packed:
     is_measured: bool
 
 
+@dataclass(frozen=True)
+class Source:
+    """The array that a residual is encoded from.
+
+    Attributes:
+      x: the residual, or an array in memory that it is normalized from.
+      is_fused: elementwise operations compute x, and only for this.
+      normalization: of x; None: x itself is encoded.
+      coefficients: for the normalization.
+    """
+
+    x: jax.Array
+    is_fused: bool
+    normalization: Normalization | None = None
+    coefficients: Sequence[jax.Array] = ()
+
+    @property
+    def array(self) -> jax.Array:
+        """The array to encode."""
+        if self.normalization is None:
+            return self.x
+        return self.normalization(self.x, *self.coefficients)
+
+
 class Storage(abc.ABC):
     """How residuals are stored, and how the backward program is evaluated on them."""
 
@@ -53,18 +78,15 @@ class Storage(abc.ABC):
     def encode(
         self,
         decision: Decision,
-        x: jax.Array,
+        source: Source,
         seed: jax.Array,
         setting: jax.Array | None,
-        *,
-        is_fused: bool,
     ) -> PyTree:
         """The arrays that are stored for a residual.
 
         Args:
           seed: uint32 scalar, different for each residual.
           setting: the probe's entry for the residual, if there is one.
-          is_fused: elementwise operations compute x, and only for this.
         """
 
     @abc.abstractmethod

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jaxact._decision import Decision
 from jaxact._engine.call import ActionStorage, Engine
-from jaxact._engine.storage import BackwardProgram, Draw, Packed, Probe
+from jaxact._engine.storage import BackwardProgram, Draw, Packed, Probe, Source
 from jaxact._jaxpr.types import Array, PyTree
 from jaxact._measure.replace_calls import evaluate
 from jaxact._plan.mark import CompressedCall
@@ -56,15 +56,13 @@ class Instrument(ActionStorage, abc.ABC):
     def encode(
         self,
         decision: Decision,
-        x: jax.Array,
+        source: Source,
         seed: jax.Array,
         setting: jax.Array | None,
-        *,
-        is_fused: bool,
     ) -> PyTree:
         if setting is None:
-            return super().encode(decision, x, seed, setting, is_fused=is_fused)
-        return self.store(decision, x, seed, setting)
+            return super().encode(decision, source, seed, setting)
+        return self.store(decision, source.array, seed, setting)
 
     def decode(self, packed: Packed) -> jax.Array:
         return self.restore(packed) if packed.is_measured else super().decode(packed)

@@ -2,11 +2,15 @@
 
 XLA computes a value that elementwise operations make inside the kernels that read it.
 To encode it takes two passes, for a group's extremes and for its codes. That is cheap
-for a value that nothing else needs whole, such as a normalized one. A kernel, which
-reads the value once, is faster where it is in memory anyway: for a matrix product, or
-for an operation after a later one, such as the next residual join. It is faster too
-where the value is costly to compute twice, such as an activation function's derivative:
-XLA then writes it to memory itself.
+for a value that nothing else needs whole. A kernel, which reads the value once, is
+faster where it is in memory anyway: for a matrix product, or for an operation after a
+later one, such as the next residual join. It is faster too where the value is costly to
+compute twice, such as an activation function's derivative: XLA then writes it to memory
+itself.
+
+A product that is stored through a norm with statistics by channel is in memory too: a
+kernel normalizes the elements that it reads. The 36 batch norms of a ResNet-50 that XLA
+encoded before made a step 1.31 times as long as uncompressed on an H200, kernels 1.24.
 
 Predicted for an H100, ViT-B's first two layers at batch 64 and 4 bits: 1.30 times as
 long as uncompressed if all elementwise values are fused, 1.22 by this rule.

@@ -26,6 +26,7 @@ from jaxact._plan.forward import Forward
 from jaxact._plan.fusion import in_memory
 from jaxact._plan.products import with_products_apart
 from jaxact._policy import Policy
+from jaxact_kernels.normalization import Normalization
 
 # Values are stored through no smaller deviation, and no larger one than its inverse.
 _LEAST_SCALE = 1e-30
@@ -117,20 +118,33 @@ class Normalized:
         own = (self.mean, self.deviation, self.inverse, self.axes, self.degree)
         return own, self.sources, self.then and self.then.contents
 
+    def is_by_channel(self, rank: int) -> bool:
+        """Whether it is one map with coefficients for the last of so many axes."""
+        return self.then is None and self.axes == (rank - 1,)
+
     def apply(self, x: jax.Array, env: Env) -> jax.Array:
         """The normalized array to store for `x`, in float32 or wider."""
-        mean, scale = self._coefficients(x, env)
-        x = x.astype(scale.dtype)
-        x = x - mean[0] if mean else x
-        # No division for each element: a GPU takes ten instructions for one.
-        x = x * (scale if self.inverse else 1 / scale)
+        x = self.normalization(x.ndim)(x, *self.operands(x, env))
         return self.then.apply(x, env) if self.then else x
+
+    def normalization(self, rank: int) -> Normalization:
+        """The map, without the next, for arrays with so many axes."""
+        axes = tuple(axis - rank for axis in self.axes)
+        return Normalization(axes, is_centered=self.mean is not None)
+
+    def operands(self, x: jax.Array, env: Env) -> list[jax.Array]:
+        """The coefficients of `normalization`."""
+        *mean, scale = self._coefficients(x, env)
+        # No division for each element: a GPU takes ten instructions for one.
+        return [*mean, scale if self.inverse else 1 / scale]
 
     def undo(self, stored: jax.Array, env: Env, dtype: Dtype) -> jax.Array:
         """`x`, given its normalized array."""
         if self.then:
             stored = self.then.undo(stored, env, stored.dtype)
-        mean, scale = self._coefficients(stored, env)
+        shape = [n if axis in self.axes else 1 for axis, n in enumerate(stored.shape)]
+        coefficients = self._coefficients(stored, env)
+        *mean, scale = [c.reshape(shape) for c in coefficients]
         x = stored * (1 / scale if self.inverse else scale)
         return (x + mean[0] if mean else x).astype(dtype)
 
@@ -139,22 +153,20 @@ class Normalized:
         dtype = np.promote_types(v.aval.dtype, np.float32)
         return jax.ShapeDtypeStruct(tuple(v.aval.shape), dtype)
 
-    def _coefficients(
-        self, x: jax.Array, env: Env
-    ) -> tuple[list[jax.Array], jax.Array]:
-        """The mean, if there is one, and the scale."""
+    def _coefficients(self, x: jax.Array, env: Env) -> list[jax.Array]:
+        """The mean, if there is one, and the scale; with the sizes of `axes`."""
         dtype = np.promote_types(x.dtype, np.float32)
-        shape = [n if axis in self.axes else 1 for axis, n in enumerate(x.shape)]
+        shape = [x.shape[axis] for axis in self.axes]
         env = dict(env) if self.steps else env
         for step in self.steps:
             env.update(zip(step.eqn.outvars, step(env), strict=True))
         *mean, scale = [env[v].reshape(shape).astype(dtype) for v in self._own]
         if not self.may_vanish:
-            return mean, scale
+            return [*mean, scale]
         # A row of zeros has none, in a program that never divides by it.
         is_scale = (scale > _LEAST_SCALE) & (scale < 1 / _LEAST_SCALE)
         scale = jnp.where(is_scale, scale, jnp.ones_like(scale))
-        return mean, scale if self.degree == 1 else scale ** (1 / self.degree)
+        return [*mean, scale if self.degree == 1 else scale ** (1 / self.degree)]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -214,13 +226,15 @@ class StoragePlan:
     @functools.cached_property
     def fused(self) -> frozenset[Var]:
         """Packed variables that are computed where their encoding reads them."""
-        whole = self._in_memory
-        return frozenset(
-            v
-            for v in self.packed
-            if v in self.normalized
-            or (self.decisions[v].residual.primitive in FUSED and v not in whole)
-        )
+        return frozenset(v for v in self.packed if self._is_fused(v))
+
+    def _is_fused(self, v: Var) -> bool:
+        norm = self.normalized.get(v)
+        # No kernel applies another map to what it reads.
+        if norm is not None and not norm.is_by_channel(len(v.aval.shape)):
+            return True
+        is_computed = self.decisions[v].residual.primitive in FUSED
+        return is_computed and v not in self._in_memory
 
     @functools.cached_property
     def compared(self) -> dict[Var, Comparison]:

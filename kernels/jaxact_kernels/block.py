@@ -66,6 +66,23 @@ class Block:
         index, is_real = self._tile(k)
         return _load(ref, index, is_real, volatile=again)
 
+    def load_by_channel(self, ref: jax.Ref, k: TileNumber) -> jax.Array:
+        """Load, for the elements in tile `k`, values along the array's last axis.
+
+        0 where there are no elements.
+        """
+        layout, size = self.tiles.layout, np.int32(ref.shape[0])
+        element = lax.add(self.column, k * np.int32(self.tiles.width))
+        if layout.group % size == 0 and not layout.padding:
+            channel = lax.rem(element, size)
+        elif size % layout.group == 0:
+            group = lax.rem(self.number, np.int32(size // layout.group))
+            channel = lax.add(element, self._start_of(group))
+        else:
+            group = lax.rem(self.number, np.int32(layout.num_groups))
+            channel = lax.rem(lax.add(element, self._start_of(group)), size)
+        return _load(ref, (channel,), self.is_real(k))
+
     def store(
         self, ref: jax.Ref, k: TileNumber, x: jax.Array, only: jax.Array | None = None
     ) -> None:
@@ -136,11 +153,14 @@ class Block:
         if layout.padding:
             num_groups = np.int32(layout.num_groups)
             row, group = lax.div(row, num_groups), lax.rem(row, num_groups)
-            start = lax.mul(group, np.int32(layout.group))
-            element = lax.add(element, self.spread(start))
+            element = lax.add(element, self._start_of(group))
             is_element = lax.lt(element, np.int32(layout.length))
         is_real = _all(self._over_is_group(self.shape), self._is_column, is_element)
         return (self.spread(row), element), is_real
+
+    def _start_of(self, group: jax.Array) -> jax.Array:
+        """Where the groups with these numbers start in a row, over a tile."""
+        return self.spread(lax.mul(group, np.int32(self.tiles.layout.group)))
 
     def _over_is_group(self, shape: tuple[int, ...]) -> jax.Array | None:
         if self._is_group is None:

@@ -21,6 +21,7 @@ def launch_encode(
     kernel: Callable[..., None],
     x: jax.Array,
     scalars: Sequence[jax.Array | None],
+    others: Sequence[jax.Array] = (),
     *,
     tiles: Tiles,
     num_words: int,
@@ -28,7 +29,10 @@ def launch_encode(
     name: str,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """Words, `num_words` a group, and metadata of `x`; no scalars that are None."""
+    """Words, `num_words` a group, and metadata of `x`.
+
+    The kernel reads `x`, the scalars that are not None, and the other arrays.
+    """
     layout = tiles.layout
     packed, metadata = pl.pallas_call(
         kernel,
@@ -40,7 +44,7 @@ def launch_encode(
         name=name,
         compiler_params=plt.CompilerParams(num_warps=config.num_warps, num_stages=1),
         interpret=interpret,
-    )(lax.reshape(x, elements_shape(layout)), *_each(scalars))
+    )(lax.reshape(x, elements_shape(layout)), *_each(scalars), *others)
     lead = (*layout.lead, layout.num_groups)
     return lax.reshape(packed, (*lead, num_words)), lax.reshape(metadata, lead)
 

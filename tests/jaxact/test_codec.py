@@ -34,6 +34,7 @@ from jaxact import (
     Rule,
 )
 from jaxact._residual import Residual
+from jaxact_kernels.normalization import Normalization
 
 LARGEST = 448.0  # in float8_e4m3fn
 
@@ -327,3 +328,9 @@ def test_a_fused_encoding_is_the_same(action, shape):
     seed = jnp.uint32(7)
     one, other = jax.jit(action.encode), jax.jit(action.encode_fused)
     jax.tree.map(np.testing.assert_array_equal, one(x, seed), other(x, seed))
+    if action == Bitmask():
+        return
+    norm = Normalization((-1,), is_centered=False)
+    halves = jnp.full(shape[-1:], 0.5, jnp.float32)  # products are exact
+    half = action.encode_normalized(x, seed, norm, [halves])
+    jax.tree.map(np.testing.assert_array_equal, half, action.encode(0.5 * x, seed))

@@ -54,7 +54,9 @@ def normalized(y):
         (lambda w, x: x @ w, (1, 0)),  # x is an argument
         (lambda w, x: jnp.tanh(x @ w), (2, 0)),  # its derivative is costly
         (lambda w, x: jnp.maximum(x @ w, 0) @ w, (2, 0)),  # x, and a product's operand
-        (lambda w, x: normalized(x @ w), (1, 1)),  # nothing else reads it whole
+        (lambda w, x: normalized(x @ w), (2, 0)),  # a product, by channel
+        # Nothing else reads these whole.
+        (lambda w, x: normalized((y := x @ w) * jnp.abs(y + 1)), (1, 2)),
         (lambda w, x: (x * x) @ w, (2, 0)),
         (lambda w, x: ((x @ w) * (x @ w.T)) ** 2, (1, 2)),  # derivatives, once
         (lambda w, x: (y := x @ w + x, y @ w + y)[1], (2, 0)),  # the next join reads y

@@ -20,6 +20,8 @@ from jaxact_kernels import affine, mask, noise, rotated
 from jaxact_kernels.affine import triton
 from jaxact_kernels.config import Config
 from jaxact_kernels.device import Device
+from jaxact_kernels.dispatch import run
+from jaxact_kernels.normalization import Normalization
 from jaxact_kernels.numbering import box
 from jaxact_kernels.partition import sharded_kernel
 from jaxact_kernels.rotated import triton as rotated_triton
@@ -240,6 +242,19 @@ def test_rows_of_any_kind_stay_where_they_are(shape):
     compiled = compile_on(gpus(AxisType.Auto), round_trip, *arguments)
     assert len(shape) == 1 or not collectives(compiled)
     assert len(re.findall(KERNEL, compiled.as_text())) >= 2
+
+
+@needs_target
+@pytest.mark.parametrize("spec", [SPECS[1], SPECS[2], SPECS[3]], ids=str)
+def test_coefficients_stay_where_their_channels_are(spec):
+    by_channel = Normalization((-1,), is_centered=True)
+    operation = affine.Encode(LARGE, np.dtype("bfloat16"), 2, normalization=by_channel)
+    channels = (LARGE[-1:], "float32", jax.P(*spec[2:]))
+    arguments = [(*ARGUMENTS[0], spec), (*ARGUMENTS[1], jax.P()), channels, channels]
+    encode = functools.partial(run, operation)
+    compiled = compile_on(gpus(AxisType.Auto), encode, *arguments)
+    assert not collectives(compiled)
+    assert len(re.findall(KERNEL, compiled.as_text())) == 1
 
 
 @needs_target

@@ -12,6 +12,7 @@ from jaxact_kernels.affine import reference
 from jaxact_kernels.affine.reference import Stored
 from jaxact_kernels.coded import CodedOperation
 from jaxact_kernels.device import Device
+from jaxact_kernels.normalization import Normalization
 from jaxact_kernels.numbering import Numbering
 from jaxact_kernels.operation import Axes
 
@@ -43,10 +44,13 @@ class Encode(AffineOperation):
 
     Attributes:
         is_dithered: whether decoding will draw the noise again.
+        normalization: its result is encoded, and its coefficients are further operands;
+            None: x is encoded.
     """
 
     stochastic: bool = True
     is_dithered: bool = dataclasses.field(default=False, kw_only=True)
+    normalization: Normalization | None = dataclasses.field(default=None, kw_only=True)
 
     @property
     def is_called_on_cpu(self) -> bool:
@@ -54,7 +58,11 @@ class Encode(AffineOperation):
 
     @property
     def inputs(self) -> tuple[Axes, ...]:
-        return self.unpacked_axes, ()
+        x = self.unpacked_axes
+        if self.normalization is None:
+            return x, ()
+        axes = tuple(x[axis] for axis in self.normalization.axes)
+        return x, (), *(self.normalization.count * (axes,))
 
     @property
     def outputs(self) -> tuple[Axes, ...]:
@@ -65,18 +73,44 @@ class Encode(AffineOperation):
         noise = {"stochastic": self.stochastic, "is_dithered": self.is_dithered}
         return super().options | noise
 
+    def kernels(self) -> dict[str, Callable[[Device], str | None]]:
+        kernels = super().kernels()
+        if self.normalization is not None:
+            kernels["triton"] = self._triton_declines_normalization
+            kernels["mosaic_gpu"] = lambda _: "the kernel does no normalization"
+        return kernels
+
     @property
     def reference(self) -> Callable[..., Stored]:
-        return functools.partial(reference.encode, **self.options)
+        encode = functools.partial(reference.encode, **self.options)
+        normalize = self.normalization
+        if normalize is None:
+            return encode
+        return lambda x, seed, *coefficients: encode(normalize(x, *coefficients), seed)
 
     def kernel(
         self, implementation: str, numbering: Numbering | None
     ) -> Callable[..., Stored]:
-        return functools.partial(
-            self.module(implementation).encode,
-            **self.options,
-            numbering=numbering,
+        encode = functools.partial(
+            self.module(implementation).encode, **self.options, numbering=numbering
         )
+        normalization = self.normalization
+        if normalization is None:
+            return encode
+
+        def encode_normalized(
+            x: jax.Array, seed: jax.Array, *arrays: jax.Array
+        ) -> Stored:
+            count = normalization.count
+            how = {"normalization": normalization, "coefficients": arrays[:count]}
+            return encode(x, seed, *arrays[count:], **how)
+
+        return encode_normalized
+
+    def _triton_declines_normalization(self, device: Device) -> str | None:
+        if self.normalization is not None and self.normalization.axes != (-1,):
+            return "the kernel normalizes by coefficients along the last axis alone"
+        return self._triton_declines(device)
 
 
 @dataclasses.dataclass(frozen=True)

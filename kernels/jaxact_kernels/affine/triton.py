@@ -19,6 +19,7 @@ from jaxact_kernels.affine import group
 from jaxact_kernels.affine.group import small_float
 from jaxact_kernels.affine.reference import Stored
 from jaxact_kernels.affine.triton_codes import (
+    Tile,
     dithered_tiles,
     first_counter,
     fixed_point,
@@ -34,10 +35,11 @@ from jaxact_kernels.affine.triton_extremes import (
     finite_extremes,
     summarize,
 )
-from jaxact_kernels.block import Block
+from jaxact_kernels.block import Block, TileNumber
 from jaxact_kernels.config import Config, heuristic
 from jaxact_kernels.launch import launch_decode, launch_encode
 from jaxact_kernels.layout import Layout, layout_of
+from jaxact_kernels.normalization import Normalization
 from jaxact_kernels.numbering import Numbering
 from jaxact_kernels.tiles import Tiles, separate
 
@@ -58,6 +60,8 @@ def encode(
     group_size: int,
     stochastic: bool,
     is_dithered: bool = False,
+    normalization: Normalization | None = None,
+    coefficients: Sequence[jax.Array] = (),
     numbering: Numbering | None = None,
     config: Config | None = None,
     interpret: bool = False,
@@ -65,14 +69,20 @@ def encode(
     """See `jaxact_kernels.affine.encode`.
 
     A shard has a `numbering` for its groups, and its first group's number.
+
+    Args:
+        normalization: its result is encoded; it has coefficients for the last axis.
+        coefficients: for the normalization.
     """
     layout = layout_of(x.shape, group_size)
-    config = config or heuristic(layout.group, x.dtype.itemsize)
+    dtype = normalization.dtype(x.dtype) if normalization else x.dtype
+    config = config or heuristic(layout.group, dtype.itemsize)
     tiles = tiles_for(layout, bits, config)
     kernel = functools.partial(
         _encode,
         tiles=tiles,
-        dtype=x.dtype,
+        dtype=dtype,
+        normalization=normalization,
         stochastic=stochastic,
         is_dithered=is_dithered,
         numbering=numbering,
@@ -82,6 +92,7 @@ def encode(
         kernel,
         x,
         (seed, first),
+        coefficients,
         tiles=tiles,
         num_words=words.num_words(layout.group, bits),
         config=config,
@@ -155,18 +166,22 @@ def _encode(
     *refs: jax.Ref,
     tiles: Tiles,
     dtype: np.dtype,
+    normalization: Normalization | None,
     stochastic: bool,
     is_dithered: bool,
     numbering: Numbering | None,
     interpret: bool,
 ) -> None:
     block = Block(tiles)
-    seed_ref, *first_ref, words_ref, metadata_ref = refs
+    *operand_refs, words_ref, metadata_ref = refs
+    end = len(operand_refs) - (normalization.count if normalization else 0)
+    (seed_ref, *first_ref), coefficients = operand_refs[:end], operand_refs[end:]
     draw = None
     if stochastic:
         first = first_ref[0][0] if first_ref else None
         draw = noise.Draw(seed_ref[0], numbering, first)
-    xs = [block.load(x_ref, k) for k in range(tiles.count)]
+    load = functools.partial(_load, block, normalization, x_ref, coefficients)
+    xs = [load(k) for k in range(tiles.count)]
     lo, hi, is_finite = finite_extremes(block, xs, can_pair=not interpret)
     is_ordinary = are_ordinary((lo, hi), is_finite, dtype)
 
@@ -184,14 +199,14 @@ def _encode(
     def special() -> tuple[jax.Array, list[jax.Array]]:
         # In a loop that loads each tile once more: a branch that hardly ever runs
         # should hold no registers and take no time to compile.
-        load = lambda k: to_float32(block.load(x_ref, k))
-        lo, hi, content = summarize(block, load, group.largest(dtype))
+        wide = lambda k: to_float32(load(k))
+        lo, hi, content = summarize(block, wide, group.largest(dtype))
         metadata = group.metadata(lo, hi, tiles.bits, dtype)
         fixed = fixed_point(block, group.encoding_line(lo, metadata))
         counter = first_counter(block, draw, own_bits(metadata, content))
 
         def add(k: jax.Array, packed: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-            code = round_tile(block, k, fixed(load(k)), noise_for(block, counter, k))
+            code = round_tile(block, k, fixed(wide(k)), noise_for(block, counter, k))
             return tiles.pack_one(k, code, packed)
 
         zero = lax.full(block.shape, 0, np.uint32)
@@ -201,6 +216,21 @@ def _encode(
     metadata, packed = lax.cond(is_ordinary, ordinary, special)
     block.store_words(words_ref, packed)
     block.store_groups(metadata_ref, metadata)
+
+
+def _load(
+    block: Block,
+    normalization: Normalization | None,
+    x_ref: jax.Ref,
+    coefficients: Sequence[jax.Ref],
+    k: TileNumber,
+) -> Tile:
+    """The elements in tile `k` to encode."""
+    x = block.load(x_ref, k)
+    if normalization is None:
+        return x
+    each = (block.load_by_channel(ref, k) for ref in coefficients)
+    return normalization.scaled(to_float32(x), *each)
 
 
 def _decode(
