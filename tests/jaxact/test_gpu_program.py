@@ -53,6 +53,26 @@ def test_metadata_of_residuals_that_are_stored_alike_take_one_kernel():
     assert all(x.split(" fusion(")[0].count(line) >= 3 for x in kernels)
 
 
+def normalized(p, x):
+    y = (x @ p["q"]).astype(jnp.float32)
+    mean = y.mean((0, 1), keepdims=True)
+    variance = jnp.square(y).mean((0, 1), keepdims=True) - jnp.square(mean)
+    values = (y - mean) * jax.lax.rsqrt(variance + 1e-5)
+    return jax.nn.relu(values.astype(x.dtype)) @ p["k"]
+
+
+@needs_target
+def test_a_kernel_packs_the_input_of_a_batch_norm():
+    """It reads the product as it is, beside the mean and the factor of each column."""
+    f = jaxact.compress(normalized, policy=Policy(bits=4))
+    step = jax.grad(lambda p, x: f(p, f(p, x)).astype(jnp.float32).sum())
+    text = compile_step(step, (P, X), {}, "h100").as_text()
+    kernels = [x for x in text.splitlines() if "affine_encode" in x and "custom-c" in x]
+    by_channel = [x for x in kernels if x.count(f"f32[{D}]{{0}}") == 2]
+    assert len(by_channel) == 2  # one a call
+    assert all(f"bf16[{4 * 256 * D // 256},256]" in x for x in by_channel)
+
+
 def test_the_shared_operand_is_a_zero():
     metadata = np.arange(12, dtype=np.uint32).reshape(3, 4) << 28
     np.testing.assert_array_equal(jax.jit(_or_zero)(metadata, TABLE), metadata)

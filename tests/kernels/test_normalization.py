@@ -91,13 +91,12 @@ def test_the_definition_normalizes_along_any_axes(axes):
 
 def test_mapped_arrays_have_their_own_coefficients():
     x, mean, factor = subject((4, 3, 8, 64))
-    means, factors = (
-        jnp.stack([mean, mean + 1] * 2),
-        jnp.stack([factor, 2 * factor] * 2),
-    )
+    means, factors = mean + np.arange(4)[:, None], factor * [[1], [2], [4], [0.5]]
+    coefficients = means.astype(np.float32), factors.astype(np.float32)
     encode = functools.partial(run, operation((3, 8, 64)))
-    got = jax.vmap(encode, in_axes=(0, None, 0, 0))(x, jnp.uint32(SEED), means, factors)
-    alone = [encode(*each) for each in zip(x, [jnp.uint32(SEED)] * 4, means, factors)]
+    seed = jnp.uint32(SEED)
+    got = jax.vmap(encode, in_axes=(0, None, 0, 0))(x, seed, *coefficients)
+    alone = [encode(x[i], seed, *(c[i] for c in coefficients)) for i in range(4)]
     assert_equal(got, jax.tree.map(lambda *parts: jnp.stack(parts), *alone))
 
 
