@@ -21,6 +21,7 @@ pytestmark = pytest.mark.unoptimized
 
 ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "examples" / "benchmarks"
+SEED = jax.numpy.uint32(0)
 
 
 KERNEL = {
@@ -108,13 +109,24 @@ def test_a_kernel_with_other_bits_is_a_row(load, monkeypatch):
 def test_each_check_says_what_is_wrong(load, monkeypatch):
     run, gpu = load("run"), load("gpu")
     assert gpu.FORMATS == tuple(run.FORMATS)
+    monkeypatch.setattr(load("normalized"), "check_normalized", differs)
     monkeypatch.setattr(run, "checked", differs)
     monkeypatch.setattr(run, "checked_lossless", lambda *_: [])
     checks = gpu.Extent(("small stream",), (), (), (), widths=(2,)).subjects
     rows = [gpu.kernel_check(*subject) for subject in checks]
     assert rows[0] == {"shape": "small stream", "format": "lossless", "bits": 1}
     assert all(row.items() >= WRONG.items() for row in rows[1:])
-    assert {row["format"] for row in rows[1:]} == set(run.FORMATS)
+    assert {row["format"] for row in rows[1:]} == {*run.FORMATS, "normalized"}
+
+
+def test_normalized_values_are_compared(load, monkeypatch):
+    normalized, shapes = load("normalized"), load("shapes")
+    activation = shapes.Activation("tiny", (16, 512))
+    normalized.check_normalized(activation, 2)
+    zeros = jaxact_kernels.affine.encode(jax.numpy.zeros((16, 512)), SEED, bits=2)
+    monkeypatch.setattr(normalized, "run", lambda *_: zeros)
+    with pytest.raises(SystemExit, match="normalized, 2 bits, .*: words: "):
+        normalized.check_normalized(activation, 2)
 
 
 def test_a_difference_is_counted(load):

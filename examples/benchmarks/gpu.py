@@ -16,6 +16,7 @@ by side first; XLA keeps what it chose for products and convolutions for all way
 
 import argparse
 import functools
+import importlib
 import itertools
 import json
 import os
@@ -40,7 +41,7 @@ RESULTS = Path(__file__).parent / "results"
 PARTS = "checks", "steps", "kernels"
 # Those of `kernels/benchmarks/formats.py`, whose kernels compile fastest first.
 FORMATS = "affine", "dithered", "rotated", "adaptive"
-LOSSLESS = "lossless"
+LOSSLESS, NORMALIZED = "lossless", "normalized"
 Record = dict[str, Any]
 
 
@@ -67,7 +68,8 @@ class Extent:
     @property
     def subjects(self) -> list[tuple[str, str, int]]:
         """(shape, format, bits) of each check."""
-        widths = itertools.product(self.checked, FORMATS, self.widths)
+        names = *FORMATS, NORMALIZED
+        widths = itertools.product(self.checked, names, self.widths)
         return [*((shape, LOSSLESS, 1) for shape in self.checked), *widths]
 
     @property
@@ -100,13 +102,16 @@ def kernel_check(shape: str, name: str, bits: int) -> Record:
     """Compare the kernels of one format with their definitions.
 
     Args:
-      name: of a format; or 'lossless', the kernels of masks and indices.
+      name: of a format; 'lossless', the kernels of masks and indices; or 'normalized',
+        the one that encodes a norm's values from its input.
     """
     run, activation = kernel_benchmark(shape)
     row: Record = {"shape": shape, "format": name, "bits": bits}
     try:
         if name == LOSSLESS:
             run.checked_lossless(activation)
+        elif name == NORMALIZED:
+            importlib.import_module("normalized").check_normalized(activation, bits)
         else:
             run.checked(run.FORMATS[name], activation, bits)
     except (Exception, SystemExit) as difference:

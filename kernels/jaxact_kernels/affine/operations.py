@@ -12,6 +12,7 @@ from jaxact_kernels.affine import reference
 from jaxact_kernels.affine.reference import Stored
 from jaxact_kernels.coded import CodedOperation
 from jaxact_kernels.device import Device
+from jaxact_kernels.dispatch import run
 from jaxact_kernels.normalization import Normalization
 from jaxact_kernels.numbering import Numbering
 from jaxact_kernels.operation import Axes
@@ -54,7 +55,8 @@ class Encode(AffineOperation):
 
     @property
     def is_called_on_cpu(self) -> bool:
-        return True
+        # Else each of its passes would normalize the array again.
+        return self.normalization is None
 
     @property
     def inputs(self) -> tuple[Axes, ...]:
@@ -82,11 +84,22 @@ class Encode(AffineOperation):
 
     @property
     def reference(self) -> Callable[..., Stored]:
-        encode = functools.partial(reference.encode, **self.options)
         normalize = self.normalization
         if normalize is None:
-            return encode
-        return lambda x, seed, *coefficients: encode(normalize(x, *coefficients), seed)
+            return functools.partial(reference.encode, **self.options)
+        of_values = dataclasses.replace(
+            self,
+            dtype=normalize.dtype(self.dtype),
+            normalization=None,
+            is_fused=True,
+        )
+
+        def encode_normalized(
+            x: jax.Array, seed: jax.Array, *coefficients: jax.Array
+        ) -> Stored:
+            return run(of_values, normalize(x, *coefficients), seed)
+
+        return encode_normalized
 
     def kernel(
         self, implementation: str, numbering: Numbering | None
