@@ -17,11 +17,12 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from jaxact._engine.evaluation import DecodingProgram
+from jaxact._engine.evaluation import DecodingProgram, equation_by_equation
 from jaxact._engine.late import decoded_late, has_checkpoints
 from jaxact._engine.ordered import block_by_block, has_blocks, product_by_product
 from jaxact._engine.shared import TABLE, with_shared_operand
 from jaxact._engine.storage import BackwardProgram, Packed, Probe, Storage
+from jaxact._engine.sums import is_in_steps
 from jaxact._engine.unused import UsedPart, used_part
 from jaxact._jaxpr.compat import barrier
 from jaxact._jaxpr.evaluate import in_mesh_of, is_traced, value_of
@@ -170,8 +171,10 @@ def _way(plan: StoragePlan, inputs: BackwardInputs) -> _Way:
         return block_by_block
     # Not for a policy that computes all of a call again: the 12-layer transformer of
     # the tests takes 476 MiB on a CPU, else 496 (on an H100 as much as before).
-    computes_again = plan.policy.recompute is None and has_checkpoints(backward.eqns)
-    return decoded_late if computes_again else _directly
+    if plan.policy.recompute is None and has_checkpoints(backward.eqns):
+        return decoded_late
+    is_evaluated = any(map(is_in_steps, backward.eqns))
+    return equation_by_equation if is_evaluated else _directly
 
 
 def _directly(

@@ -1,4 +1,7 @@
-"""Evaluate a backward pass so that each residual is decoded where it is first read."""
+"""Evaluate a backward pass so that each residual is decoded where it is first read.
+
+Sums over few rows take two steps, see `sums.py`.
+"""
 
 import dataclasses
 from collections.abc import Callable, Collection
@@ -6,6 +9,7 @@ from typing import TypeAlias
 
 import jax
 
+from jaxact._engine.sums import is_in_steps, sum_in_steps
 from jaxact._jaxpr.compat import open_jaxpr
 from jaxact._jaxpr.evaluate import bind, value_of
 from jaxact._jaxpr.primitives import MATMULS
@@ -94,6 +98,13 @@ def traced(
     return Order.of(jaxpr, count), env
 
 
+def equation_by_equation(
+    program: DecodingProgram, packed: PyTree, cotangents: list[jax.Array]
+) -> list[jax.Array]:
+    """`program(packed, cotangents)`, by `Evaluation`."""
+    return Evaluation(*traced(program, packed, cotangents)).outputs()
+
+
 @dataclasses.dataclass
 class Evaluation:
     """One evaluation, equation by equation."""
@@ -122,7 +133,11 @@ class Evaluation:
     def run(self, eqns: list[Eqn], env: Env) -> None:
         """Equations whose other inputs are in `env`, to which results are added."""
         for eqn in eqns:
-            results = bind(eqn, [value_of(v, env) for v in eqn.invars])
+            values = [value_of(v, env) for v in eqn.invars]
+            if is_in_steps(eqn):
+                results = [sum_in_steps(eqn, *values)]
+            else:
+                results = bind(eqn, values)
             env.update(zip(eqn.outvars, results, strict=True))
 
 
