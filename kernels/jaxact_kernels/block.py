@@ -74,11 +74,14 @@ class Block:
         layout, size = self.tiles.layout, np.int32(ref.shape[0])
         element = lax.add(self.column, k * np.int32(self.tiles.width))
         if layout.group % size == 0 and not layout.padding:
+            # Each group starts at channel 0: the 64 channels of a ResNet's first stage.
             channel = lax.rem(element, size)
         elif size % layout.group == 0:
+            # A row has whole groups: the wide layers of a ResNet.
             group = lax.rem(self.number, np.int32(size // layout.group))
             channel = lax.add(element, self._start_of(group))
         else:
+            # The 40 or 112 channels of an EfficientNet.
             group = lax.rem(self.number, np.int32(layout.num_groups))
             channel = lax.rem(lax.add(element, self._start_of(group)), size)
         return _load(ref, (channel,), self.is_real(k))

@@ -24,6 +24,7 @@ def encodings(jaxpr):
         operation = eqn.params.get("operation")
         if isinstance(operation, affine.Encode):
             yield operation.is_fused
+            continue  # its definition may encode too
         for x in jax.tree.leaves(list(eqn.params.values()), is_leaf=is_program):
             if is_program(x):
                 yield from encodings(open_jaxpr(x)[0])
