@@ -172,9 +172,6 @@ class Passes:
         plan, decision = self.plan, self.plan.decisions[v]
         comparison = plan.compared.get(v)
         source = self._source(v, env)
-        if comparison is not None:
-            x = lax.stop_gradient(source.x)  # a mask has no derivative
-            source = dataclasses.replace(source, x=x)
 
         def encode(x: jax.Array, seed: jax.Array, *coefficients: jax.Array) -> PyTree:
             if comparison is not None:
@@ -203,6 +200,8 @@ class Passes:
         plan = self.plan
         x = will_be_rounded(env[plan.source(v)], plan.decisions[v])
         is_fused, norm = v in plan.fused, plan.normalized.get(v)
+        if v in plan.compared:
+            return Source(lax.stop_gradient(x), is_fused)  # a mask has no derivative
         if norm is not None and not is_fused:
             how = norm.normalization(x.ndim), norm.operands(x, env)
             return Source(x, is_fused, *how)

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxact._codec import Bitmask, Exact
 from jaxact._decision import Decision, Reason
@@ -26,7 +25,7 @@ from jaxact._plan.forward import Forward
 from jaxact._plan.fusion import in_memory
 from jaxact._plan.products import with_products_apart
 from jaxact._policy import Policy
-from jaxact_kernels.normalization import Normalization
+from jaxact_kernels.normalization import Normalization, normalized_dtype
 
 # Values are stored through no smaller deviation, and no larger one than its inverse.
 _LEAST_SCALE = 1e-30
@@ -150,12 +149,12 @@ class Normalized:
 
     def like(self, v: Var) -> jax.ShapeDtypeStruct:
         """The normalized array's shape and dtype, for a variable."""
-        dtype = np.promote_types(v.aval.dtype, np.float32)
+        dtype = normalized_dtype(v.aval.dtype)
         return jax.ShapeDtypeStruct(tuple(v.aval.shape), dtype)
 
     def _coefficients(self, x: jax.Array, env: Env) -> list[jax.Array]:
         """The mean, if there is one, and the scale; with the sizes of `axes`."""
-        dtype = np.promote_types(x.dtype, np.float32)
+        dtype = normalized_dtype(x.dtype)
         shape = [x.shape[axis] for axis in self.axes]
         env = dict(env) if self.steps else env
         for step in self.steps:

@@ -10,6 +10,12 @@ import dataclasses
 import jax
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
+
+
+def normalized_dtype(dtype: DTypeLike) -> np.dtype:
+    """The dtype of values that are normalized from an array with this one."""
+    return np.promote_types(dtype, np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,10 +36,6 @@ class Normalization:
         """Of the arrays of coefficients."""
         return 1 + self.is_centered
 
-    def dtype(self, dtype: np.dtype) -> np.dtype:
-        """The dtype of the normalized values."""
-        return np.promote_types(dtype, np.float32)
-
     def __call__(self, x: jax.Array, *coefficients: jax.Array) -> jax.Array:
         """The normalized values.
 
@@ -44,7 +46,7 @@ class Normalization:
         """
         kept = [axis % x.ndim for axis in self.axes]
         wide = [lax.broadcast_in_dim(c, x.shape, kept) for c in coefficients]
-        x = lax.convert_element_type(x, self.dtype(x.dtype))
+        x = lax.convert_element_type(x, normalized_dtype(x.dtype))
         return self.scaled(x, *wide)
 
     def scaled(self, x: jax.Array, *coefficients: jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ from jaxact_kernels.affine.reference import Stored
 from jaxact_kernels.coded import CodedOperation
 from jaxact_kernels.device import Device
 from jaxact_kernels.dispatch import run
-from jaxact_kernels.normalization import Normalization
+from jaxact_kernels.normalization import Normalization, normalized_dtype
 from jaxact_kernels.numbering import Numbering
 from jaxact_kernels.operation import Axes
 
@@ -75,13 +75,6 @@ class Encode(AffineOperation):
         noise = {"stochastic": self.stochastic, "is_dithered": self.is_dithered}
         return super().options | noise
 
-    def kernels(self) -> dict[str, Callable[[Device], str | None]]:
-        kernels = super().kernels()
-        if self.normalization is not None:
-            kernels["triton"] = self._triton_declines_normalization
-            kernels["mosaic_gpu"] = lambda _: "the kernel does no normalization"
-        return kernels
-
     @property
     def reference(self) -> Callable[..., Stored]:
         normalize = self.normalization
@@ -89,7 +82,7 @@ class Encode(AffineOperation):
             return functools.partial(reference.encode, **self.options)
         of_values = dataclasses.replace(
             self,
-            dtype=normalize.dtype(self.dtype),
+            dtype=normalized_dtype(self.dtype),
             normalization=None,
             is_fused=True,
         )
@@ -120,10 +113,15 @@ class Encode(AffineOperation):
 
         return encode_normalized
 
-    def _triton_declines_normalization(self, device: Device) -> str | None:
+    def _triton_declines(self, device: Device) -> str | None:
         if self.normalization is not None and self.normalization.axes != (-1,):
             return "the kernel normalizes by coefficients along the last axis alone"
-        return self._triton_declines(device)
+        return super()._triton_declines(device)
+
+    def _mosaic_declines(self, device: Device) -> str | None:
+        if self.normalization is not None:
+            return "the kernel does no normalization"
+        return super()._mosaic_declines(device)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,7 +39,7 @@ from jaxact_kernels.block import Block, TileNumber
 from jaxact_kernels.config import Config, heuristic
 from jaxact_kernels.launch import launch_decode, launch_encode
 from jaxact_kernels.layout import Layout, layout_of
-from jaxact_kernels.normalization import Normalization
+from jaxact_kernels.normalization import Normalization, normalized_dtype
 from jaxact_kernels.numbering import Numbering
 from jaxact_kernels.tiles import Tiles, separate
 
@@ -75,7 +75,7 @@ def encode(
         coefficients: for the normalization.
     """
     layout = layout_of(x.shape, group_size)
-    dtype = normalization.dtype(x.dtype) if normalization else x.dtype
+    dtype = normalized_dtype(x.dtype) if normalization else x.dtype
     config = config or heuristic(layout.group, dtype.itemsize)
     tiles = tiles_for(layout, bits, config)
     kernel = functools.partial(
