@@ -27,6 +27,7 @@ class Reason(enum.Enum):
     ORDERED = "it is sorted, or its largest elements are looked for, again"
     BENT_AGAIN = "a loop's state, nonlinear in itself, is computed from it again"
     SHORT_NORM = "a norm over a few values is taken of it"
+    COMPLEMENT = "a number less a sum of it is near a pole, as 1 / (1 - |u|^2)"
     UNLIKE_ROWS = "something is divided by sums of it, which may have any size"
     NEAR_POLE = "it, or what divides it, is near a pole (of a logarithm, a root, 1 / x)"
     BEFORE_POLE = (

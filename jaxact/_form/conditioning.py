@@ -1,13 +1,14 @@
 """Values whose rounding a program magnifies, so that they stay exact."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from jaxact._decision import Reason
-from jaxact._form.affine_classes import classify
+from jaxact._form.affine_classes import Classes, classify
 from jaxact._form.chooser import Chooser
+from jaxact._form.complements import bases_in_complements
 from jaxact._form.factors import bases_of_factors
-from jaxact._form.inside import Inside, insides
-from jaxact._form.poles import bases_near_poles, sources_of
+from jaxact._form.inside import Inside, insides, scan_bodies
+from jaxact._form.poles import bases_near_poles, sources_behind, sources_of
 from jaxact._form.short_norms import bases_in_short_norms
 from jaxact._form.unlike_rows import bases_in_unlike_rows
 from jaxact._jaxpr.flow import Facts, fact_of
@@ -17,7 +18,8 @@ from jaxact._jaxpr.types import Atom, Var
 def ill_conditioned(
     chooser: Chooser, facts: Facts, needed: Sequence[Atom]
 ) -> dict[Var, Reason]:
-    """Bases near a pole, in short norms, from factors, with unlike rows; also inside.
+    """Bases near a pole, also by their sum; in short norms; from factors; with unlike
+    rows; also inside.
 
     Args:
       facts: which variables are made from more than parameters.
@@ -27,30 +29,83 @@ def ill_conditioned(
     reasons = dict.fromkeys(bases_near_poles(jaxpr, classes), Reason.NEAR_POLE)
     short = bases_in_short_norms(jaxpr, classes, producers)
     reasons |= dict.fromkeys(short, Reason.SHORT_NORM)
+    complements = bases_in_complements(jaxpr, classes, producers)
+    reasons |= dict.fromkeys(complements, Reason.COMPLEMENT)
     factors = bases_of_factors(jaxpr, classes, producers)
     reasons |= dict.fromkeys(factors, Reason.SOLVED_WITH)
     unlike = bases_in_unlike_rows(chooser, needed, reasons)
     reasons |= dict.fromkeys(unlike, Reason.UNLIKE_ROWS)
+    read = set(chooser.bases(needed))
     for inside in insides(jaxpr, facts):
-        reasons |= _outputs(inside)
+        own = _chooser_inside(inside)
+        found = ill_conditioned(own, inside.facts, inside.program.outvars)
+        reasons |= _operands(inside, found, classes, read)
+        reasons |= _outputs(inside, found, own)
+    for body in scan_bodies(jaxpr, facts):
+        own = _chooser_inside(body)
+        found = ill_conditioned(own, body.facts, body.program.outvars)
+        known = _inputs_behind(body, found, own)
+        carry = {output: known[v] for v, output in body.outputs if v in known}
+        reasons |= _operands(body, known, classes, read) | carry
     return reasons
 
 
-def _outputs(inside: Inside) -> dict[Var, Reason]:
-    """An equation's outputs that are known once such values inside it are."""
+def _chooser_inside(inside: Inside) -> Chooser:
     program, facts = inside.program, inside.facts
-    inputs = {v for v in program.invars if fact_of(facts, v)}
-    classes = classify(program, 0, facts, inputs)
     producers = {v: eqn for eqn in program.eqns for v in eqn.outvars}
-    found = ill_conditioned(
-        Chooser(program, classes, producers), facts, program.outvars
-    )
+    return Chooser(program, classify(program, 0, facts, _inputs(inside)), producers)
+
+
+def _inputs(inside: Inside) -> set[Var]:
+    return {v for v in inside.program.invars if fact_of(inside.facts, v)}
+
+
+def _operands(
+    inside: Inside, found: dict[Var, Reason], outer: Classes, read: Set[Var]
+) -> dict[Var, Reason]:
+    """Bases behind an equation's operands that are such values inside it.
+
+    Args:
+      read: bases that the backward pass reads.
+    """
+    bases = {v: outer.base.get(operand) for v, operand in inside.inputs}
+    return {
+        base: found[v]
+        for v, base in bases.items()
+        if v in found and base is not None and base in read
+    }
+
+
+def _inputs_behind(
+    body: Inside, found: dict[Var, Reason], own: Chooser
+) -> dict[Var, Reason]:
+    """Inputs that a scan's body takes for exact, to have `found` exactly.
+
+    One that is found itself, or that meets nothing but constants on the way there: to
+    the body's own plan a state plus an encoder's output depends on the state alone. All
+    others it stores itself.
+    """
+    inputs = _inputs(body)
+    known: dict[Var, Reason] = {}
+    for v, reason in found.items():
+        sources = sources_behind(v, own.classes, own.producers)
+        others = sources - body.constants
+        if v in inputs or (others < sources <= inputs and len(others) <= 1):
+            known |= dict.fromkeys(sources, reason)
+    return known
+
+
+def _outputs(
+    inside: Inside, found: dict[Var, Reason], own: Chooser
+) -> dict[Var, Reason]:
+    """An equation's outputs that are known once such values inside it are."""
+    program, classes = inside.program, own.classes
     reasons: dict[Var, Reason] = {}
     for reason in dict.fromkeys(found.values()):
-        kept = {v for v, own in found.items() if own is reason}
+        kept = {v for v, its in found.items() if its is reason}
         if reason is Reason.NEAR_POLE:
-            kept = kept.union(*(sources_of(v, classes, producers) for v in kept))
-        known = classify(program, 0, facts, inputs, kept)
+            kept = kept.union(*(sources_of(v, classes, own.producers) for v in kept))
+        known = classify(program, 0, inside.facts, _inputs(inside), kept)
         for v, output in inside.outputs:
             if known.is_exact(v) and not classes.is_exact(v):
                 reasons[output] = reason

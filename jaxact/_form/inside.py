@@ -3,17 +3,18 @@
 JAX differentiates a conditional's branches, the body in a `shard_map` and a jit with
 shardings as they are, so what these keep are their equation's outputs. An output is
 told apart by the value that it is inside: the statistics that a norm in a branch has
-stay exact as any other's.
+stay exact as any other's. Their operands JAX keeps outside. Of a scan's body it keeps
+the carry at each step, as an output, besides values that a compressed body marks.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from jaxact._jaxpr.compat import open_jaxpr
-from jaxact._jaxpr.flow import Facts, fact_of, facts_inside, flow
+from jaxact._jaxpr.compat import open_jaxpr, scan_counts
+from jaxact._jaxpr.flow import Facts, fact_of, facts_inside, flow, scan_facts
 from jaxact._jaxpr.read import held_programs, is_literal
 from jaxact._jaxpr.rewrite import flatten, inlinable_body
-from jaxact._jaxpr.types import Jaxpr, Var
+from jaxact._jaxpr.types import ClosedJaxpr, Eqn, Jaxpr, Var
 from jaxact._plan.facts import learn
 
 
@@ -23,24 +24,53 @@ class Inside:
 
     Attributes:
       facts: about the variables in it, see `facts.py`.
+      constants: those of a scan, which its compressed body reads where they are.
+      inputs: for each variable that it is given, but for a scan's carry, the operand.
       outputs: for each variable that it returns the equation's output.
     """
 
     program: Jaxpr
     facts: Facts
+    constants: frozenset[Var]
+    inputs: tuple[tuple[Var, Var], ...]
     outputs: tuple[tuple[Var, Var], ...]
 
 
 def insides(jaxpr: Jaxpr, facts: Facts) -> Iterator[Inside]:
-    """The programs in the equations of a program."""
+    """The programs in the equations of a program, but for loops."""
     for eqn in jaxpr.eqns:
         given = [fact_of(facts, v) for v in eqn.invars]
         for closed in held_programs(eqn):
-            program, _ = flatten(open_jaxpr(closed)[0], inlinable_body)
-            own = flow(program, facts_inside(eqn, given), learn)
-            pairs = zip(program.outvars, eqn.outvars, strict=True)
-            yield Inside(
-                program,
-                own,
-                tuple((v, output) for v, output in pairs if not is_literal(v)),
-            )
+            yield _inside(eqn, closed, facts_inside(eqn, given))
+
+
+def scan_bodies(jaxpr: Jaxpr, facts: Facts) -> Iterator[Inside]:
+    """The bodies of a program's scans; of their outputs those that are inputs too."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name != "scan":
+            continue
+        given, _ = scan_facts(eqn, [fact_of(facts, v) for v in eqn.invars], learn)
+        inside = _inside(eqn, eqn.params["jaxpr"], given)
+        variables = inside.program.invars
+        num_consts, num_carry = scan_counts(eqn)
+        carry = variables[num_consts : num_consts + num_carry]
+        yield dataclasses.replace(
+            inside,
+            constants=frozenset(variables[:num_consts]),
+            inputs=tuple(pair for pair in inside.inputs if pair[0] not in carry),
+            outputs=tuple(pair for pair in inside.outputs if pair[0] in variables),
+        )
+
+
+def _inside(eqn: Eqn, closed: ClosedJaxpr, given: Sequence[int]) -> Inside:
+    program, _ = flatten(open_jaxpr(closed)[0], inlinable_body)
+    first = len(eqn.invars) - len(program.invars)  # 1 for a branch, after its number
+    inputs = zip(program.invars, eqn.invars[first:], strict=True)
+    outputs = zip(program.outvars, eqn.outvars, strict=True)
+    return Inside(
+        program,
+        flow(program, given, learn),
+        frozenset(),
+        tuple((v, operand) for v, operand in inputs if not is_literal(operand)),
+        tuple((v, output) for v, output in outputs if not is_literal(v)),
+    )

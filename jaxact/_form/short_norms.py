@@ -33,7 +33,7 @@ def bases_in_short_norms(
             summed.update((v, operands) for v in eqn.outvars)
         if eqn.primitive.name in _ROOTS:
             for x in operands:
-                bases |= _bases_behind(x, classes, producers)
+                bases |= bases_behind(x, classes, producers)
     return bases
 
 
@@ -45,7 +45,7 @@ def _is_short(eqn: Eqn) -> bool:
     return results < size <= FEW * results
 
 
-def _bases_behind(x: Atom, classes: Classes, producers: Producers) -> set[Var]:
+def bases_behind(x: Atom, classes: Classes, producers: Producers) -> set[Var]:
     """The base of a value, and of those that it is a square or a power of."""
     bases: set[Var] = set()
     todo = [x]

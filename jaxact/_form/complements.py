@@ -1,0 +1,66 @@
+"""A number less a sum, near a pole: 1 - |u|^2 in the distances of the Poincare ball.
+
+Near the ball's edge the slope in u is large and points along u. A map to the ball, such
+as tanh(|x|) x / |x|, takes most of that away again, but not the noise in u: with pairs
+at 0.999 from the centre it was 0.8 gradients at 8 bits. The summed values stay exact.
+"""
+
+from collections.abc import Iterable
+
+from jaxact._form.affine_classes import Classes
+from jaxact._form.intervals import find_intervals, interval_of
+from jaxact._form.pole_arguments import MARGIN, arguments_near_poles
+from jaxact._form.short_norms import bases_behind
+from jaxact._jaxpr.primitives import CHEAP, MATMULS, REDUCTIONS
+from jaxact._jaxpr.read import contracts, equations_behind, is_literal, variables_in
+from jaxact._jaxpr.types import Eqn, Jaxpr, Producers, Var
+
+
+def bases_in_complements(
+    jaxpr: Jaxpr, classes: Classes, producers: Producers
+) -> set[Var]:
+    """Bases whose sum is taken from a number, which is then near a pole."""
+    complements = _outputs(eqn for eqn in jaxpr.eqns if _is_complement(eqn))
+    sums = {v: _sums_behind(v, producers) for v in complements}
+    if not any(sums.values()):
+        return set()
+    intervals = find_intervals(jaxpr)
+    near = arguments_near_poles(jaxpr)
+    found: set[Var] = set()
+    for argument in (*near.bounded, *near.others):
+        for v in _outputs(equations_behind(argument, producers, _is_cheap)):
+            lo, hi = interval_of(v, intervals)
+            if lo < MARGIN and hi > -MARGIN:
+                for x in sums.get(v, ()):
+                    found |= bases_behind(x, classes, producers)
+    return found
+
+
+def _is_complement(eqn: Eqn) -> bool:
+    if eqn.primitive.name != "sub" or is_literal(eqn.invars[1]):
+        return False
+    return eqn.invars[0].aval.size == 1 < eqn.invars[1].aval.size
+
+
+def _sums_behind(complement: Var, producers: Producers) -> list[Var]:
+    """The arrays whose sums are in a complement."""
+    made = equations_behind(complement, producers, _is_cheap)
+    makers = [producers.get(v) for eqn in made for v in variables_in(eqn.invars)]
+    sums = [eqn for eqn in makers if eqn is not None and _is_sum(eqn)]
+    return [v for eqn in sums for v in variables_in(eqn.invars)]
+
+
+def _is_sum(eqn: Eqn) -> bool:
+    """Whether each result is reduced from several elements."""
+    if eqn.primitive.name not in REDUCTIONS | MATMULS or not contracts(eqn):
+        return False
+    size = eqn.outvars[0].aval.size
+    return all(v.aval.size > size for v in variables_in(eqn.invars))
+
+
+def _is_cheap(eqn: Eqn) -> bool:
+    return eqn.primitive.name in CHEAP
+
+
+def _outputs(eqns: Iterable[Eqn]) -> list[Var]:
+    return [v for eqn in eqns for v in eqn.outvars]
