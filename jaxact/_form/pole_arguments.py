@@ -43,6 +43,7 @@ class Arguments:
     jaxpr: Jaxpr
     bounded: Sequence[Var]
     others: Sequence[Var]
+    divisors: Sequence[Var]
     numerators: Sequence[Var]
 
     @functools.cached_property
@@ -95,6 +96,22 @@ class Arguments:
             for v in eqn.outvars
         ]
 
+    def selected(self) -> list[Var]:
+        """Divisors that are selected: the width of a spline's bin.
+
+        Its slope, an inverse square, meets the width's own factor in a softmax again.
+        Rounded among larger ones it erred by 3 gradients at 8 bits, in a flow with two
+        layers whose bins differ in width by 1e3.
+        """
+        return [
+            v
+            for v in self.divisors
+            if any(
+                eqn.primitive.name == "gather"
+                for eqn in equations_behind(v, self._producers, _is_scaling)
+            )
+        ]
+
     def flat(self) -> set[Var]:
         """Results behind them whose function's slope may vanish with the result.
 
@@ -110,7 +127,7 @@ class Arguments:
 def arguments_near_poles(jaxpr: Jaxpr) -> Arguments:
     """The arguments in a program."""
     intervals = find_intervals(jaxpr)
-    bounded, others, numerators = [], [], []
+    bounded, others, divisors, numerators = [], [], [], []
     guarded: set[Var] = set()
     for eqn in jaxpr.eqns:
         is_moved = eqn.primitive.name in MOVES
@@ -125,8 +142,9 @@ def arguments_near_poles(jaxpr: Jaxpr) -> Arguments:
             is_known = (lo, hi) != REALS or x in guarded
             (bounded if is_known else others).append(x)
             if eqn.primitive.name == "div":
+                divisors.append(x)
                 numerators += variables_in(eqn.invars[:1])
-    return Arguments(jaxpr, bounded, others, numerators)
+    return Arguments(jaxpr, bounded, others, divisors, numerators)
 
 
 def _is_guard(eqn: Eqn, intervals: Mapping[Var, Interval]) -> bool:

@@ -21,13 +21,14 @@ _MORE = 2
 def bases_near_poles(jaxpr: Jaxpr, classes: Classes) -> set[Var]:
     """Bases in which an argument is affine that may come near a pole.
 
-    And of the values that one has elements of, with slopes that vanish with these.
+    And of the values that one has elements of, with slopes that vanish with these; and
+    of divisors that are selected.
     """
     arguments = arguments_near_poles(jaxpr)
     masked = arguments.behind(with_sums=True).intersection(classes.softmaxes)
     # With an exponential exact in place of its softmax, parts of that are rounded.
     flat = arguments.flat().difference(classes.softmaxes.values())
-    found = (*arguments.bounded, *flat, *masked)
+    found = (*arguments.bounded, *arguments.selected(), *flat, *masked)
     return {classes.whole_base(v) for v in found if not classes.is_exact(v)}
 
 
