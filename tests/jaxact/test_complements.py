@@ -8,6 +8,8 @@ import jaxact
 from jaxact import Policy
 from support.programs import gradient_error
 
+pytestmark = pytest.mark.unoptimized
+
 X, Y = jax.random.normal(jax.random.key(0), (2, 256, 64))
 W = jax.random.normal(jax.random.key(1), (64, 16)) / 8
 REASON = "a number less a sum of it"

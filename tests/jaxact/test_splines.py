@@ -2,9 +2,12 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from jaxact import Policy
 from support.programs import gradient_error
+
+pytestmark = [pytest.mark.slow, pytest.mark.unoptimized]
 
 BINS, WIDTH = 8, 64
 OUTPUTS = 3 * BINS + 1
