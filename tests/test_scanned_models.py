@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from support.variants import thorough
+
 pytest.importorskip("flax")
 pytestmark = pytest.mark.unoptimized
 
@@ -21,6 +23,7 @@ def renamed(tree, name, first, depth):
     return tree | {f"{name}_{first}": stacked(blocks)}
 
 
+@thorough
 def test_a_scanned_resnet(load):
     """In float32; a stage is a block and two scanned ones."""
     resnet = load("models.resnet")

@@ -43,6 +43,7 @@ def test_products_that_kernels_pack_are_not_merged():
     assert merged not in program(is_small=True)
 
 
+@thorough
 @needs_target
 def test_metadata_of_residuals_that_are_stored_alike_take_one_kernel():
     lines = program(is_small=True).splitlines()

@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 
 from support.backward_programs import Program, check, normal, uneven
+from support.variants import thorough
 
 
 def linear(x, w):
@@ -333,6 +334,7 @@ def network(params, x, labels):
     return -jnp.mean(jnp.sum(jax.nn.log_softmax(logits) * labels, -1))
 
 
+@thorough
 @pytest.mark.parametrize(
     "f", [network, jax.checkpoint(network)], ids=["plain", "remat"]
 )

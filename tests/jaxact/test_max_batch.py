@@ -10,6 +10,7 @@ import pytest
 import jaxact
 from jaxact import Exact, LargestBatches, Policy
 from jaxact._budget.max_batch import MOST_COMPILES, _Search
+from support.variants import thorough
 
 of = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
 
@@ -108,6 +109,7 @@ def step_of_batch(n):
     return jax.jit(jax.grad(loss)), (of((12, 64, 64)), of((n, 64)))
 
 
+@thorough
 def test_compiled_steps():
     policies = {"exact": Policy(default=Exact()), "4 bits": None}
     found = jaxact.max_batch(step_of_batch, policies, budget="4MiB", multiple_of=64)

@@ -15,6 +15,7 @@ import pytest
 import jaxact
 from support.blocks import BLOCKS
 from support.gpu_target import needs_target
+from support.variants import thorough
 
 FOUR_BITS = jaxact.Policy(bits=4)
 
@@ -164,6 +165,7 @@ def test_gradients(network, wrap):
         assert error < 0.032
 
 
+@thorough
 def test_equal_draws_in_parts_and_at_once():
     """Eagerly the backward pass is evaluated at once: equal but for float32's rounding.
 

@@ -181,6 +181,7 @@ def test_objects_without_a_module_keep_their_updates(kind, jit):
     assert count(compressed) == count(plain) == 3
 
 
+@thorough
 def test_a_module_in_a_container_and_as_an_argument_is_one():
     def f(modules, block, x):
         return block(modules["a"][0](x))

@@ -14,6 +14,7 @@ from jax import lax
 
 import jaxact
 from jaxact import CompressionWarning, Exact, Policy, Quantize, Rule
+from support.variants import thorough
 
 WIDTH = 64
 X = jax.random.normal(jax.random.key(0), (8, 16, WIDTH))
@@ -241,6 +242,7 @@ def test_a_rule_without_a_match_warns_once_with_the_nearest(condition, offer):
         jax.jit(jax.grad(loss))(WS, INPUT[:64])
 
 
+@thorough
 @pytest.mark.parametrize(
     "transform", [lambda f: f, jax.jit, jax.checkpoint], ids=["plain", "jit", "remat"]
 )

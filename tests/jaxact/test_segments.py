@@ -7,6 +7,7 @@ from jax import lax
 
 import jaxact
 from support.programs import gradient_error
+from support.variants import thorough
 
 pytestmark = pytest.mark.unoptimized
 
@@ -106,6 +107,7 @@ def test_norms_by_segment(f, nodes, most):
     assert draw_error(with_segments(f, nodes), FEATURES) < most
 
 
+@thorough
 @pytest.mark.parametrize("f", [QUOTIENTS["indexed"], graph_norm])
 def test_several_graphs(f):
     f = with_segments(f, 32)

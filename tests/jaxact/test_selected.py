@@ -10,6 +10,7 @@ import pytest
 import jaxact
 from jaxact import Policy
 from support.programs import gradient_error
+from support.variants import thorough
 
 pytestmark = pytest.mark.unoptimized
 
@@ -162,6 +163,7 @@ def test_a_distribution_of_a_selected_row(distribution):
     assert error < 0.05
 
 
+@thorough
 def test_distances_in_a_ball():
     """Poincare's: arccosh has a pole in its slope at 1, where the distance is 0."""
 
