@@ -127,7 +127,8 @@ def _maskings(eqns: Sequence[Eqn]) -> dict[Zeros, list[tuple[Var, Eqn]]]:
 def _zeros_of_cotangents(forward: Forward) -> dict[Var, set[Zeros]]:
     """For residuals that are only multiplied: where all their cotangents are zero.
 
-    A product with a residual is zero where that is; a selection, by its mask.
+    A product with a residual is zero where that is; a selection, by its mask; a sum,
+    where both terms are: `jax.nn.softmax(x, where=mask)` adds two slopes.
     """
     masks = Masks()
     residuals = {own: v for v, own in forward.residual_pairs}
@@ -140,6 +141,13 @@ def _zeros_of_cotangents(forward: Forward) -> dict[Var, set[Zeros]]:
         own: set[Zeros] = set()
         if name in ("mul", "neg", "convert_element_type"):
             own = own.union(*(zeros.get(v, ()) for v in inputs))
+        elif name == "div":
+            own = own.union(*(zeros.get(v, ()) for v in variables_in(eqn.invars[:1])))
+        elif name in ("add", "add_any", "sub"):
+            terms = [
+                set() if is_literal(v) else zeros.get(v, set()) for v in eqn.invars
+            ]
+            own = set.intersection(*terms)
         if name == "mul":
             own |= {(residuals[v], False) for v in inputs if v in residuals}
         elif masking is not None:
