@@ -11,8 +11,14 @@ from jaxact._form.affine_classes import Classes
 from jaxact._form.intervals import find_intervals, interval_of
 from jaxact._form.pole_arguments import MARGIN, arguments_near_poles
 from jaxact._form.short_norms import bases_behind
-from jaxact._jaxpr.primitives import CHEAP, MATMULS, REDUCTIONS
-from jaxact._jaxpr.read import contracts, equations_behind, is_literal, variables_in
+from jaxact._jaxpr.primitives import MATMULS, REDUCTIONS
+from jaxact._jaxpr.read import (
+    contracts,
+    equations_behind,
+    is_cheap,
+    is_literal,
+    variables_in,
+)
 from jaxact._jaxpr.types import Eqn, Jaxpr, Producers, Var
 
 
@@ -26,13 +32,16 @@ def bases_in_complements(
         return set()
     intervals = find_intervals(jaxpr)
     near = arguments_near_poles(jaxpr)
+    behind = {
+        v
+        for argument in (*near.bounded, *near.others)
+        for v in _outputs(equations_behind(argument, producers, is_cheap))
+    }
     found: set[Var] = set()
-    for argument in (*near.bounded, *near.others):
-        for v in _outputs(equations_behind(argument, producers, _is_cheap)):
-            lo, hi = interval_of(v, intervals)
-            if lo < MARGIN and hi > -MARGIN:
-                for x in sums.get(v, ()):
-                    found |= bases_behind(x, classes, producers)
+    for v in behind.intersection(sums):
+        lo, hi = interval_of(v, intervals)
+        if lo < MARGIN and hi > -MARGIN:
+            found = found.union(*(bases_behind(x, classes, producers) for x in sums[v]))
     return found
 
 
@@ -44,7 +53,7 @@ def _is_complement(eqn: Eqn) -> bool:
 
 def _sums_behind(complement: Var, producers: Producers) -> list[Var]:
     """The arrays whose sums are in a complement."""
-    made = equations_behind(complement, producers, _is_cheap)
+    made = equations_behind(complement, producers, is_cheap)
     makers = [producers.get(v) for eqn in made for v in variables_in(eqn.invars)]
     sums = [eqn for eqn in makers if eqn is not None and _is_sum(eqn)]
     return [v for eqn in sums for v in variables_in(eqn.invars)]
@@ -56,10 +65,6 @@ def _is_sum(eqn: Eqn) -> bool:
         return False
     size = eqn.outvars[0].aval.size
     return all(v.aval.size > size for v in variables_in(eqn.invars))
-
-
-def _is_cheap(eqn: Eqn) -> bool:
-    return eqn.primitive.name in CHEAP
 
 
 def _outputs(eqns: Iterable[Eqn]) -> list[Var]:

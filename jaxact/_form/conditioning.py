@@ -37,23 +37,23 @@ def ill_conditioned(
     reasons |= dict.fromkeys(unlike, Reason.UNLIKE_ROWS)
     read = set(chooser.bases(needed))
     for inside in insides(jaxpr, facts):
-        own = _chooser_inside(inside)
-        found = ill_conditioned(own, inside.facts, inside.program.outvars)
+        own, found = _found_inside(inside)
         reasons |= _operands(inside, found, classes, read)
         reasons |= _outputs(inside, found, own)
     for body in scan_bodies(jaxpr, facts):
-        own = _chooser_inside(body)
-        found = ill_conditioned(own, body.facts, body.program.outvars)
+        own, found = _found_inside(body)
         known = _inputs_behind(body, found, own)
         carry = {output: known[v] for v, output in body.outputs if v in known}
         reasons |= _operands(body, known, classes, read) | carry
     return reasons
 
 
-def _chooser_inside(inside: Inside) -> Chooser:
+def _found_inside(inside: Inside) -> tuple[Chooser, dict[Var, Reason]]:
+    """The classes in a program inside, and such bases there."""
     program, facts = inside.program, inside.facts
     producers = {v: eqn for eqn in program.eqns for v in eqn.outvars}
-    return Chooser(program, classify(program, 0, facts, _inputs(inside)), producers)
+    own = Chooser(program, classify(program, 0, facts, _inputs(inside)), producers)
+    return own, ill_conditioned(own, facts, program.outvars)
 
 
 def _inputs(inside: Inside) -> set[Var]:

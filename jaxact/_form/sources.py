@@ -29,7 +29,7 @@ from jaxact._form.pole_arguments import (
 from jaxact._form.poles import sources_behind, sources_of
 from jaxact._jaxpr.flow import fact_of
 from jaxact._jaxpr.primitives import CHEAP, EXPONENTIALS, MOVES, SELECTIONS
-from jaxact._jaxpr.read import equations_behind
+from jaxact._jaxpr.read import equations_behind, is_cheap
 from jaxact._jaxpr.types import Eqn, Var
 from jaxact._plan.reading import Reading
 
@@ -80,13 +80,9 @@ def _near_poles(chooser: Chooser, slopes: Collection[Var]) -> list[Var]:
         for v in slopes
         if any(
             pole_in(eqn)[0] in exact and eqn.primitive.name not in SMALL_NEAR_POLES
-            for eqn in equations_behind(v, chooser.producers, _is_cheap)
+            for eqn in equations_behind(v, chooser.producers, is_cheap)
         )
     ]
-
-
-def _is_cheap(eqn: Eqn) -> bool:
-    return eqn.primitive.name in CHEAP
 
 
 def _with_exponentials(

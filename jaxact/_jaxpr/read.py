@@ -11,6 +11,7 @@ from jax.extend import core as jex
 from jaxact._jaxpr.compat import open_jaxpr
 from jaxact._jaxpr.primitives import (
     CALL_BODIES,
+    CHEAP,
     ELEMENTWISE,
     HELD_PROGRAMS,
     LINEAR,
@@ -148,6 +149,11 @@ def is_elementwise(eqn: Eqn) -> bool:
 def keeps_elements(eqn: Eqn) -> bool:
     """Whether it is elementwise, or moves or copies elements."""
     return is_elementwise(eqn) or eqn.primitive.name in MOVES
+
+
+def is_cheap(eqn: Eqn) -> bool:
+    """Whether evaluating it again in the backward pass costs next to nothing."""
+    return eqn.primitive.name in CHEAP
 
 
 def contracts(eqn: Eqn) -> bool:
