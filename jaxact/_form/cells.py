@@ -9,11 +9,9 @@ elementwise equations on one level make a cluster; because levels never fall alo
 path, no path leaves a cluster and comes back.
 """
 
-import heapq
-import itertools
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from jax.extend import core as jex
 from jax.interpreters import ad
@@ -34,7 +32,7 @@ from jaxact._jaxpr.read import (
     loses_precision,
     variables_in,
 )
-from jaxact._jaxpr.rewrite import Body, new_equation, with_outputs
+from jaxact._jaxpr.rewrite import Body, in_order, new_equation, with_outputs
 from jaxact._jaxpr.types import Array, Atom, Eqn, Jaxpr, Predicate, Tangent, Var
 
 Users = dict[Var, set[int]]  # numbers: the equations that read each variable
@@ -70,7 +68,7 @@ def with_cells(jaxpr: Jaxpr, is_exact: Predicate, depends: Predicate) -> Jaxpr:
     """
     users = _users(jaxpr)
     moving = _differentiated(jaxpr)
-    steps: list[_Step] = []
+    cells: list[tuple[int, Eqn]] = []
     grouped: set[int] = set()
     for members in _clusters(jaxpr, depends):
         cluster = _cluster([jaxpr.eqns[k] for k in members], members, users, moving)
@@ -95,10 +93,10 @@ def with_cells(jaxpr: Jaxpr, is_exact: Predicate, depends: Predicate) -> Jaxpr:
             cluster.outs,
             {"cluster": cluster},
         )
-        steps.append(_Step(members[-1], eqn))
+        cells.append((members[-1], eqn))
         grouped.update(members)
-    others = [_Step(k, e) for k, e in enumerate(jaxpr.eqns) if k not in grouped]
-    return with_outputs(jaxpr, _in_order([*steps, *others]), jaxpr.outvars)
+    others = [pair for pair in enumerate(jaxpr.eqns) if pair[0] not in grouped]
+    return with_outputs(jaxpr, in_order([*cells, *others]), jaxpr.outvars)
 
 
 def _differentiated(jaxpr: Jaxpr) -> set[Var]:
@@ -230,35 +228,3 @@ def _cluster(
     }
     still = frozenset(v for v in (*ins, *made) if v not in moving)
     return Cluster(tuple(eqns), tuple(ins), tuple(outs), still=still, names=names)
-
-
-@dataclass(frozen=True)
-class _Step:
-    """An equation, and its number in the program."""
-
-    number: int
-    eqn: Eqn
-
-
-def _in_order(steps: Sequence[_Step]) -> list[Eqn]:
-    """Equations after those that make their inputs, else by number."""
-    makers = {v: i for i, s in enumerate(steps) for v in s.eqn.outvars}
-    waiting, after = [0] * len(steps), defaultdict(list)
-    for i, step in enumerate(steps):
-        needs = {makers[v] for v in variables_in(step.eqn.invars) if v in makers}
-        waiting[i] = len(needs)
-        for j in needs:
-            after[j].append(i)
-    tie = itertools.count()
-    ready = [(s.number, next(tie), i) for i, s in enumerate(steps) if not waiting[i]]
-    heapq.heapify(ready)
-    ordered: list[Eqn] = []
-    while ready:
-        _, _, i = heapq.heappop(ready)
-        ordered.append(steps[i].eqn)
-        for j in after[i]:
-            waiting[j] -= 1
-            if not waiting[j]:
-                heapq.heappush(ready, (steps[j].number, next(tie), j))
-    assert len(ordered) == len(steps), "cells that need each other"
-    return ordered

@@ -7,13 +7,19 @@ needs: the cotangent is masked too.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
-from jaxact._jaxpr.primitives import EXPONENTIALS, MOVES
+from jaxact._jaxpr.primitives import ELEMENTWISE, EXPONENTIALS, MOVES
 from jaxact._jaxpr.read import is_literal, variables_in
-from jaxact._jaxpr.rewrite import new_equation, new_variable, rename, with_outputs
-from jaxact._jaxpr.types import Atom, Eqn, Var
+from jaxact._jaxpr.rewrite import (
+    in_order,
+    new_equation,
+    new_variable,
+    rename,
+    with_outputs,
+)
+from jaxact._jaxpr.types import Atom, Eqn, Renaming, Var
 from jaxact._plan.forward import Forward
 
 # Where an array is zero: where a mask has this value.
@@ -27,18 +33,23 @@ class Masks:
     Attributes:
       zeros: with zeros alone.
       numbers: made from bools, or by a selection from zeros and ones.
+      opposites: for a mask made by `not`, the other one.
     """
 
     zeros: set[Var] = dataclasses.field(default_factory=set)
     numbers: set[Var] = dataclasses.field(default_factory=set)
+    opposites: dict[Var, Var] = dataclasses.field(default_factory=dict)
 
     def note(self, eqn: Eqn) -> None:
         """Learn about an equation's result from its operands."""
         name, inputs = eqn.primitive.name, eqn.invars
+        if name == "not" and not is_literal(inputs[0]):
+            if inputs[0].aval.dtype == bool:
+                self.opposites[eqn.outvars[0]] = inputs[0]
         if name in MOVES:
             is_zero, is_number = self._is_zero(inputs[0]), self._is_number(inputs[0])
         else:
-            is_zero = False
+            is_zero = name == "and" and any(map(self._is_zero, inputs))
             is_number = name == "select_n" and all(map(self._is_number, inputs[1:]))
         if is_zero:
             self.zeros.update(eqn.outvars)
@@ -62,8 +73,14 @@ class Masks:
             # A number that a mask spreads has a sum for its cotangent.
             is_alike = x.aval.shape == eqn.outvars[0].aval.shape
             if is_alike and not is_literal(x) and not is_literal(mask):
-                return x, (mask, value)
+                return x, self.where(mask, value)
         return None
+
+    def where(self, mask: Var, value: bool) -> Zeros:
+        """Where `mask` has the value, by a mask that is not made by `not`."""
+        while mask in self.opposites:
+            mask, value = self.opposites[mask], not value
+        return mask, value
 
     def _is_zero(self, x: Atom) -> bool:
         return not x.val if is_literal(x) else x in self.zeros
@@ -78,42 +95,111 @@ def with_masked(forward: Forward) -> Forward:
     """A forward program with masked exponentials, where backward needs no others.
 
     Wherever one is multiplied with a cotangent that the mask sets to zero as well.
+    Values made from it, and masked before their use, are made from the masked one: in
+    `x * softmax(x, where=mask)` JAX divides, then masks, and both are residuals.
     """
-    eqns, masked = list(forward.jaxpr.eqns), dict[Var, Atom]()
-    maskings = _maskings(eqns)
+    eqns, masked = list(forward.jaxpr.eqns), dict[Var, tuple[Zeros, Eqn]]()
+    masks, maskings = _maskings(eqns)
     exponentials = _exponentials(eqns).intersection(variables_in(forward.residuals))
     if not maskings or not exponentials:
         return forward
-    for v, zeros in _zeros_of_cotangents(forward).items():
+    zeros = _zeros_of_cotangents(forward, masks)
+    for v in zeros:
         if v not in exponentials:
             continue
         alike = [
-            (x, eqn)
-            for where in zeros
-            for x, eqn in maskings.get(where, ())
-            if (x.aval.shape, x.aval.dtype) == (v.aval.shape, v.aval.dtype)
+            (where, x, eqn)
+            for where, found in maskings.items()
+            for x, eqn in found
+            if where in zeros[v]
+            and (x.aval.shape, x.aval.dtype) == (v.aval.shape, v.aval.dtype)
         ]
         if not alike:
             continue
-        x, eqn = next((pair for pair in alike if pair[0] is v), alike[0])
+        where, x, eqn = next((found for found in alike if found[1] is v), alike[0])
         if x is not v:
             inputs = [v if u is x else u for u in eqn.invars]
             out = new_variable(v.aval)
             eqn = new_equation(eqn, eqn.primitive, inputs, [out], eqn.params)
-            eqns.append(eqn)
-        masked[v] = eqn.outvars[0]
+        masked[v] = where, eqn
     outputs = forward.jaxpr.outvars[: forward.num_outputs]
-    residuals = [rename(v, masked) for v in forward.residuals]
+    eqns = _reading_masked(eqns, masked, _Unread(eqns, outputs, masks, zeros))
+    names: Renaming = {v: eqn.outvars[0] for v, (_, eqn) in masked.items()}
+    residuals = [rename(v, names) for v in forward.residuals]
     jaxpr = with_outputs(forward.jaxpr, eqns, [*outputs, *residuals])
     return dataclasses.replace(forward, jaxpr=jaxpr)
+
+
+class _Unread:
+    """Which elements of a program's values reach no output and no gradient."""
+
+    def __init__(
+        self,
+        eqns: Sequence[Eqn],
+        outputs: Sequence[Atom],
+        masks: Masks,
+        of_residuals: Mapping[Var, set[Zeros]],
+    ):
+        self._masks = masks
+        self._of = dict(of_residuals)
+        self._of.update((v, set()) for v in variables_in(outputs))
+        for eqn in reversed(eqns):
+            if not eqn.effects and self._of.keys().isdisjoint(eqn.outvars):
+                continue  # nothing reads it
+            for v in set(variables_in(eqn.invars)):
+                zeros = self.by(eqn, v)
+                self._of[v] = self._of.get(v, zeros) & zeros
+
+    def by(self, eqn: Eqn, v: Var) -> set[Zeros]:
+        """Where `eqn` reads elements of `v` for nothing, by mask."""
+        if eqn.primitive.name not in ELEMENTWISE:
+            return set()
+        (out,) = eqn.outvars
+        if out.aval.shape != v.aval.shape:
+            return set()
+        zeros = set(self._of.get(out, ()))
+        if eqn.primitive.name == "select_n" and len(eqn.invars) == 3:
+            mask, *sides = eqn.invars
+            if not is_literal(mask) and [u is v for u in sides].count(True) == 1:
+                zeros.add(self._masks.where(mask, sides[0] is v))
+        return zeros
+
+
+def _reading_masked(
+    eqns: Sequence[Eqn], masked: Mapping[Var, tuple[Zeros, Eqn]], unread: _Unread
+) -> list[Eqn]:
+    """`eqns` that read masked values where it makes no difference.
+
+    Args:
+      masked: for an exponential, where it is masked, and the equation that does it.
+    """
+    maskings = [eqn for _, eqn in masked.values()]
+
+    def read(eqn: Eqn, v: Atom) -> Atom:
+        if is_literal(v) or v not in masked:
+            return v
+        where, masking = masked[v]
+        return masking.outvars[0] if where in unread.by(eqn, v) else v
+
+    program: list[tuple[int, Eqn]] = []
+    for i, eqn in enumerate(eqns):
+        if eqn not in maskings:
+            inputs = [read(eqn, v) for v in eqn.invars]
+            program.append((i, eqn.replace(invars=inputs)))
+        # Early, as one that read the exponential itself may come before its mask. No
+        # mask waits for such a one: its elements where the mask is zero are not read.
+        program += [(i, masked[v][1]) for v in eqn.outvars if v in masked]
+    return in_order(program)
 
 
 def _exponentials(eqns: Sequence[Eqn]) -> set[Var]:
     return {v for e in eqns if e.primitive.name in EXPONENTIALS for v in e.outvars}
 
 
-def _maskings(eqns: Sequence[Eqn]) -> dict[Zeros, list[tuple[Var, Eqn]]]:
-    """Operands that are set to zero, and the equations that do it, by where."""
+def _maskings(
+    eqns: Sequence[Eqn],
+) -> tuple[Masks, dict[Zeros, list[tuple[Var, Eqn]]]]:
+    """Masks; and operands that are set to zero, with the equation, by where."""
     masks, found = Masks(), dict[Zeros, list[tuple[Var, Eqn]]]()
     for eqn in eqns:
         masks.note(eqn)
@@ -121,43 +207,58 @@ def _maskings(eqns: Sequence[Eqn]) -> dict[Zeros, list[tuple[Var, Eqn]]]:
         if masking is not None:
             x, where = masking
             found.setdefault(where, []).append((x, eqn))
-    return found
+    return masks, found
 
 
-def _zeros_of_cotangents(forward: Forward) -> dict[Var, set[Zeros]]:
+def _zeros_of_cotangents(forward: Forward, known: Masks) -> dict[Var, set[Zeros]]:
     """For residuals that are only multiplied: where all their cotangents are zero.
 
-    A product with a residual is zero where that is; a selection, by its mask; a sum,
-    where both terms are: `jax.nn.softmax(x, where=mask)` adds two slopes.
+    Args:
+      known: masks in the forward program.
     """
+    made: dict[Var, set[Zeros]] = {}
+    for eqn in forward.jaxpr.eqns:
+        made |= dict.fromkeys(eqn.outvars, _zeros_of_result(eqn, known, made))
     masks = Masks()
     residuals = {own: v for v, own in forward.residual_pairs}
-    zeros: dict[Var, set[Zeros]] = {}
+    zeros = {
+        own: made.get(v, set()) | {known.where(v, False)}
+        for own, v in residuals.items()
+    }
     met: dict[Var, list[set[Zeros]]] = {}
     for eqn in forward.backward.eqns:
         masks.note(eqn)
-        name, inputs = eqn.primitive.name, variables_in(eqn.invars)
-        masking = masks.masking(eqn)
-        own: set[Zeros] = set()
-        if name in ("mul", "neg", "convert_element_type"):
-            own = own.union(*(zeros.get(v, ()) for v in inputs))
-        elif name == "div":
-            own = own.union(*(zeros.get(v, ()) for v in variables_in(eqn.invars[:1])))
-        elif name in ("add", "add_any", "sub"):
-            terms = [
-                set() if is_literal(v) else zeros.get(v, set()) for v in eqn.invars
-            ]
-            own = set.intersection(*terms)
-        if name == "mul":
-            own |= {(residuals[v], False) for v in inputs if v in residuals}
-        elif masking is not None:
-            x, (mask, value) = masking
-            own = own.union(zeros.get(x, ()))
-            if mask in residuals:
-                own.add((residuals[mask], value))
-        zeros.update(dict.fromkeys(eqn.outvars, own))
+        own = {
+            known.where(residuals.get(mask, mask), value)
+            for mask, value in _zeros_of_result(eqn, masks, zeros)
+        }
+        zeros |= dict.fromkeys(eqn.outvars, own)
+        inputs = variables_in(eqn.invars)
         for v in residuals.keys() & set(inputs):
             others = [zeros.get(u, set()) for u in inputs if u is not v]
-            is_factor = name == "mul" and len(others) == 1
+            is_factor = eqn.primitive.name == "mul" and len(others) == 1
             met.setdefault(residuals[v], []).append(others[0] if is_factor else set())
-    return {v: set.intersection(*known) for v, known in met.items()}
+    gradients = variables_in(forward.backward.gradients)
+    met |= {residuals[v]: [set()] for v in gradients if v in residuals}
+    return {v: set.intersection(*each) for v, each in met.items()}
+
+
+def _zeros_of_result(
+    eqn: Eqn, masks: Masks, zeros: Mapping[Var, set[Zeros]]
+) -> set[Zeros]:
+    """Where the result of an equation is zero, from where its operands are.
+
+    A product is zero where a factor is; a selection, by its mask; a sum, where both
+    terms are: the derivative of `jax.nn.softmax(x, where=mask)` adds two.
+    """
+    operands = [set() if is_literal(v) else zeros.get(v, set()) for v in eqn.invars]
+    masking = masks.masking(eqn)
+    own = set() if masking is None else {masking[1]} | zeros.get(masking[0], set())
+    match eqn.primitive.name:
+        case "mul" | "neg" | "convert_element_type":
+            return own.union(*operands)
+        case "div":
+            return operands[0]
+        case "add" | "add_any" | "sub":
+            return set.intersection(*operands)
+    return own

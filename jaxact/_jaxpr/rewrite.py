@@ -1,5 +1,7 @@
 """Rewrite traced programs without tracing them again."""
 
+import heapq
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -219,6 +221,32 @@ def with_outputs(jaxpr: Jaxpr, eqns: Sequence[Eqn], outvars: Sequence[Atom]) -> 
         outvars=list(outvars),
         debug_info=info._replace(result_paths=paths),
     )
+
+
+def in_order(numbered: Sequence[tuple[int, Eqn]]) -> list[Eqn]:
+    """Equations after those that make their inputs, else by their numbers.
+
+    They must not need each other.
+    """
+    makers = {v: i for i, (_, eqn) in enumerate(numbered) for v in eqn.outvars}
+    waiting, after = [0] * len(numbered), defaultdict[int, list[int]](list)
+    for i, (_, eqn) in enumerate(numbered):
+        needs = {makers[v] for v in variables_in(eqn.invars) if v in makers}
+        waiting[i] = len(needs)
+        for j in needs:
+            after[j].append(i)
+    ready = [(n, i) for i, (n, _) in enumerate(numbered) if not waiting[i]]
+    heapq.heapify(ready)
+    ordered: list[Eqn] = []
+    while ready:
+        _, i = heapq.heappop(ready)
+        ordered.append(numbered[i][1])
+        for j in after[i]:
+            waiting[j] -= 1
+            if not waiting[j]:
+                heapq.heappush(ready, (numbered[j][0], j))
+    assert len(ordered) == len(numbered), "equations that need each other"
+    return ordered
 
 
 def with_inputs(jaxpr: Jaxpr, variables: Sequence[Var]) -> Jaxpr:
