@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
-from jaxact._jaxpr.primitives import ELEMENTWISE, EXPONENTIALS, MOVES
+from jaxact._jaxpr.primitives import EXPONENTIALS, MOVES
 from jaxact._jaxpr.read import is_literal, variables_in
 from jaxact._jaxpr.rewrite import (
     in_order,
@@ -22,6 +22,8 @@ from jaxact._jaxpr.rewrite import (
 from jaxact._jaxpr.types import Atom, Eqn, Renaming, Var
 from jaxact._plan.forward import Forward
 
+# Zero where an operand is, but for a divisor; or where the one that they select is.
+_KEEP_ZEROS = frozenset("mul neg convert_element_type div select_n".split())
 # Where an array is zero: where a mask has this value.
 Zeros: TypeAlias = tuple[Var, bool]
 
@@ -151,14 +153,18 @@ class _Unread:
                 self._of[v] = self._of.get(v, zeros) & zeros
 
     def by(self, eqn: Eqn, v: Var) -> set[Zeros]:
-        """Where `eqn` reads elements of `v` for nothing, by mask."""
-        if eqn.primitive.name not in ELEMENTWISE:
+        """Where `eqn` reads elements of `v` for nothing, by mask.
+
+        Only where zeros in their place give zeros: an inverse, or a logarithm, would be
+        infinite there, and nothing is to be stored in a group with such a number.
+        """
+        name = eqn.primitive.name
+        is_divisor = name == "div" and eqn.invars[1] is v
+        if name not in _KEEP_ZEROS or is_divisor:
             return set()
         (out,) = eqn.outvars
-        if out.aval.shape != v.aval.shape:
-            return set()
         zeros = set(self._of.get(out, ()))
-        if eqn.primitive.name == "select_n" and len(eqn.invars) == 3:
+        if name == "select_n" and len(eqn.invars) == 3:
             mask, *sides = eqn.invars
             if not is_literal(mask) and [u is v for u in sides].count(True) == 1:
                 zeros.add(self._masks.where(mask, sides[0] is v))

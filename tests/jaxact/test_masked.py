@@ -99,6 +99,23 @@ def test_a_softmax_of_rows_without_an_element(body, mask):
     assert gradient_error(f, x, policy=Policy(bits=8)) < 0.05
 
 
+# Of the masked exponential these would be infinite, and are masked afterwards.
+POLES = {
+    "quotient": lambda x, e: X / e * x,
+    "logarithm": lambda x, e: jnp.log(e * X**2) * x,
+    "power": lambda x, e: e**-1.5 * x,
+}
+
+
+@pytest.mark.parametrize("pole", POLES.values(), ids=POLES)
+def test_a_pole_at_the_masked_value(pole):
+    def f(x):
+        e = jnp.exp(x @ W)
+        return jnp.where(CAUSAL, e * x, 0) @ W + jnp.where(CAUSAL, pole(x, e), 0)
+
+    assert gradient_error(f, X, policy=Policy(bits=8)) < 0.05
+
+
 def test_a_mask_made_after_what_it_masks():
     """The program evaluates it first where the exponential is stored masked."""
 
