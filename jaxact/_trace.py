@@ -48,6 +48,8 @@ class Flat:
       kinds: each input's.
       paths: each input's name in tables.
       owners: each input's argument, as its number in the call; -1 if closed over.
+      carried: in a scan's body, each input that is an output of the step before, and
+        that output, as numbers.
       unlabelled: the function whose `labelled` this is.
     """
 
@@ -55,6 +57,7 @@ class Flat:
     kinds: tuple[Kind, ...]
     paths: tuple[str, ...]
     owners: tuple[int, ...]
+    carried: tuple[tuple[int, int], ...] = ()
     unlabelled: "Flat | None" = dataclasses.field(
         default=None, init=False, compare=False, repr=False
     )
@@ -76,7 +79,8 @@ class Flat:
         """The first function that was traced to the same program, else this one."""
         if self.unlabelled is not None:  # labels follow from the program
             return self.unlabelled.first_alike.labelled
-        key = open_structure(self.jaxpr), self.kinds, self.paths, self.owners
+        structure = open_structure(self.jaxpr)
+        key = structure, self.kinds, self.paths, self.owners, self.carried
         return _traced.setdefault(key, self)
 
     @functools.cached_property

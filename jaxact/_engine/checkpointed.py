@@ -56,5 +56,6 @@ def checkpointed(
             *flat.owners,
             *(-1 for _ in settings),
         ),
+        carried=tuple((len(consts) + 1 + i, output) for i, output in flat.carried),
     )
     return outer, [*consts, *inputs]

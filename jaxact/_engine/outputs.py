@@ -62,4 +62,6 @@ def select_outputs(flat: Flat, numbers: Sequence[int]) -> Flat:
     if len(selected) == len(flat.jaxpr.outvars):
         return flat
     jaxpr = prune(flat.jaxpr, selected, effects=0 in numbers)
-    return dataclasses.replace(flat, jaxpr=jaxpr)
+    places = {output: i for i, output in enumerate(numbers)}
+    carried = tuple((v, places[o]) for v, o in flat.carried if o in places)
+    return dataclasses.replace(flat, jaxpr=jaxpr, carried=carried)

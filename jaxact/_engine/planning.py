@@ -168,9 +168,10 @@ def _with_settings(flat: Flat, settings: Sequence[jax.Array]) -> Flat:
     if not settings:
         return flat
     variables = [new_variable(jax.typeof(a)) for a in settings]
-    return Flat(
-        with_inputs(flat.jaxpr, variables),
-        (*flat.kinds, *(Kind.PARAMETER for _ in variables)),
-        (*flat.paths, *("probe" for _ in variables)),
-        (*flat.owners, *(-1 for _ in variables)),
+    return dataclasses.replace(
+        flat,
+        jaxpr=with_inputs(flat.jaxpr, variables),
+        kinds=(*flat.kinds, *(Kind.PARAMETER for _ in variables)),
+        paths=(*flat.paths, *("probe" for _ in variables)),
+        owners=(*flat.owners, *(-1 for _ in variables)),
     )

@@ -138,11 +138,14 @@ def _scan(
 ) -> list[jax.Array]:
     body, body_consts = open_jaxpr(eqn.params["jaxpr"])
     kinds = _kinds_inside(eqn, facts)
+    num_consts, num_carry = scan_counts(eqn)
+    first = len(body_consts) + num_consts
     flat = Flat(
         with_labels(body),
         (Kind.PARAMETER,) * len(body_consts) + kinds,
         (*numbered(["closed over"] * len(body_consts)), *scan_inputs(eqn)),
         tuple(range(len(body_consts) + len(values))),
+        tuple((first + i, i) for i in range(num_carry)),
     )
     scope = module_path(eqn.source_info.name_stack)
 

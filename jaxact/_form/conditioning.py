@@ -1,6 +1,6 @@
 """Values whose rounding a program magnifies, so that they stay exact."""
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 
 from jaxact._decision import Reason
 from jaxact._form.affine_classes import Classes, classify
@@ -16,7 +16,10 @@ from jaxact._jaxpr.types import Atom, Var
 
 
 def ill_conditioned(
-    chooser: Chooser, facts: Facts, needed: Sequence[Atom]
+    chooser: Chooser,
+    facts: Facts,
+    needed: Sequence[Atom],
+    carried: Mapping[Var, Atom],
 ) -> dict[Var, Reason]:
     """Bases near a pole, also by their sum; in short norms; from factors; with unlike
     rows; also inside.
@@ -24,9 +27,11 @@ def ill_conditioned(
     Args:
       facts: which variables are made from more than parameters.
       needed: values that the backward pass reads.
+      carried: in a scan's body, the output of the step before that an input is.
     """
     jaxpr, classes, producers = chooser.jaxpr, chooser.classes, chooser.producers
-    reasons = dict.fromkeys(bases_near_poles(jaxpr, classes), Reason.NEAR_POLE)
+    near = bases_near_poles(jaxpr, classes, carried)
+    reasons = dict.fromkeys(near, Reason.NEAR_POLE)
     short = bases_in_short_norms(jaxpr, classes, producers)
     reasons |= dict.fromkeys(short, Reason.SHORT_NORM)
     complements = bases_in_complements(jaxpr, classes, producers)
@@ -53,7 +58,7 @@ def _found_inside(inside: Inside) -> tuple[Chooser, dict[Var, Reason]]:
     program, facts = inside.program, inside.facts
     producers = {v: eqn for eqn in program.eqns for v in eqn.outvars}
     own = Chooser(program, classify(program, 0, facts, _inputs(inside)), producers)
-    return own, ill_conditioned(own, facts, program.outvars)
+    return own, ill_conditioned(own, facts, program.outvars, {})
 
 
 def _inputs(inside: Inside) -> set[Var]:

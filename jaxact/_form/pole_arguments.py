@@ -8,6 +8,7 @@ element is selected by an index, or by a mask before a sum.
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from jaxact._form.intervals import REALS, Interval, find_intervals, interval_of
 from jaxact._jaxpr.primitives import EXPONENTIALS, MOVES, POLES, SELECTIONS, SUMS
@@ -28,6 +29,8 @@ _CHOICES = SELECTIONS | frozenset(
     "top_k reduce_max reduce_min reduce_prod cumsum cumprod cummax cummin".split()
 )
 
+_NOTHING: Mapping[Var, Atom] = MappingProxyType({})
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Arguments:
@@ -38,6 +41,7 @@ class Arguments:
         says that the rest may be zero: log(iou + 1e-6). Without either nothing is
         known: that log(x) is taken says that x is positive.
       numerators: values that are divided by such an operand.
+      carried: in a scan's body, the output of the step before that an input is.
     """
 
     jaxpr: Jaxpr
@@ -45,6 +49,7 @@ class Arguments:
     others: Sequence[Var]
     divisors: Sequence[Var]
     numerators: Sequence[Var]
+    carried: Mapping[Var, Atom]
 
     @functools.cached_property
     def _producers(self) -> Producers:
@@ -64,6 +69,11 @@ class Arguments:
         seen = set(todo)
         while todo:
             v, is_sum = todo.pop()
+            if v in self.carried:
+                # A filter takes the logarithm of the last step's softmax.
+                before = [(u, is_sum) for u in variables_in([self.carried[v]])]
+                todo += [pair for pair in before if pair not in seen]
+                seen.update(before)
             eqn = self._producers.get(v)
             if eqn is None or _is_square(eqn):
                 continue
@@ -124,7 +134,9 @@ class Arguments:
         return {v for eqn in flat for v in behind.intersection(eqn.outvars)}
 
 
-def arguments_near_poles(jaxpr: Jaxpr) -> Arguments:
+def arguments_near_poles(
+    jaxpr: Jaxpr, carried: Mapping[Var, Atom] = _NOTHING
+) -> Arguments:
     """The arguments in a program."""
     intervals = find_intervals(jaxpr)
     bounded, others, divisors, numerators = [], [], [], []
@@ -144,7 +156,7 @@ def arguments_near_poles(jaxpr: Jaxpr) -> Arguments:
             if eqn.primitive.name == "div":
                 divisors.append(x)
                 numerators += variables_in(eqn.invars[:1])
-    return Arguments(jaxpr, bounded, others, divisors, numerators)
+    return Arguments(jaxpr, bounded, others, divisors, numerators, carried)
 
 
 def _is_guard(eqn: Eqn, intervals: Mapping[Var, Interval]) -> bool:

@@ -6,29 +6,36 @@ times its own size in noise, and `rel_entr(p, softmax(z))` 837 times. With the a
 exact both factors cancel as they do without rounding.
 """
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 
 from jaxact._form.affine_classes import Classes
 from jaxact._form.pole_arguments import arguments_near_poles
 from jaxact._jaxpr.primitives import CHEAP
 from jaxact._jaxpr.read import variables_in
-from jaxact._jaxpr.types import Jaxpr, Producers, Var
+from jaxact._jaxpr.types import Atom, Jaxpr, Producers, Var
 
 # Elements of sources for each of an argument's: log(x^2 + y^2).
 _MORE = 2
 
 
-def bases_near_poles(jaxpr: Jaxpr, classes: Classes) -> set[Var]:
+def bases_near_poles(
+    jaxpr: Jaxpr, classes: Classes, carried: Mapping[Var, Atom]
+) -> set[Var]:
     """Bases in which an argument is affine that may come near a pole.
 
     And of the values that one has elements of, with slopes that vanish with these; and
     of divisors that are selected.
+
+    Args:
+      carried: in a scan's body, the output of the step before that an input is.
     """
-    arguments = arguments_near_poles(jaxpr)
+    arguments = arguments_near_poles(jaxpr, carried)
     masked = arguments.behind(with_sums=True).intersection(classes.softmaxes)
     # With an exponential exact in place of its softmax, parts of that are rounded.
     flat = arguments.flat().difference(classes.softmaxes.values())
-    found = (*arguments.bounded, *arguments.selected(), *flat, *masked)
+    # Whose slope in the next step would be rounded: log(b)'s is 1 / b.
+    states = [v for v, before in carried.items() if before in masked]
+    found = (*arguments.bounded, *arguments.selected(), *flat, *masked, *states)
     return {classes.whole_base(v) for v in found if not classes.is_exact(v)}
 
 

@@ -1,7 +1,7 @@
 """Rewrite a program so that its derivative keeps little."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from jaxact._form.affine_classes import classify
@@ -12,7 +12,7 @@ from jaxact._jaxpr.flow import Facts, fact_of, facts_inside, flow
 from jaxact._jaxpr.primitives import MOVES
 from jaxact._jaxpr.read import is_float
 from jaxact._jaxpr.rewrite import Body, flatten, jit_body, with_held_programs
-from jaxact._jaxpr.types import Array, Eqn, Jaxpr, Predicate
+from jaxact._jaxpr.types import Array, Atom, Eqn, Jaxpr, Predicate, Var
 from jaxact._plan.facts import ACTIVATION, input_facts, is_activation, learn
 from jaxact._policy import small_size
 from jaxact._trace import Flat, Kind
@@ -28,7 +28,8 @@ def rewrite(flat: Flat) -> tuple[Flat, Callable[[Sequence[Array]], list[Any]]]:
     known = flow(jaxpr, input_facts(flattened), learn)
     facts = {v: ACTIVATION for v, fact in known.items() if fact}
     small = small_size(_sizes(jaxpr, lambda v: is_activation(facts, v)))
-    jaxpr = _with_forms(jaxpr, facts, small)
+    carried = {flat.invars[i]: jaxpr.outvars[output] for i, output in flat.carried}
+    jaxpr = _with_forms(jaxpr, facts, small, carried)
 
     def with_constants(values: Sequence[Array]) -> list[Any]:
         return [*values[:num_consts], *constants, *values[num_consts:]]
@@ -36,22 +37,25 @@ def rewrite(flat: Flat) -> tuple[Flat, Callable[[Sequence[Array]], list[Any]]]:
     return dataclasses.replace(flattened, jaxpr=jaxpr), with_constants
 
 
-def _with_forms(jaxpr: Jaxpr, facts: Facts, small: int) -> Jaxpr:
+def _with_forms(
+    jaxpr: Jaxpr, facts: Facts, small: int, carried: Mapping[Var, Atom]
+) -> Jaxpr:
     """`jaxpr` with cells, pools and softmaxes, also inside its equations.
 
     Args:
       facts: which variables are made from possible activations.
       small: the most elements of a small value.
+      carried: in a scan's body, the output of the step before that an input is.
     """
     depends = lambda v: is_activation(facts, v)
     classes = classify(jaxpr, small, facts, set(filter(depends, jaxpr.invars)))
-    jaxpr = with_softmaxes(with_pools(jaxpr, depends), depends)
+    jaxpr = with_softmaxes(with_pools(jaxpr, depends), depends, carried)
     jaxpr = with_cells(jaxpr, classes.is_exact, depends)
 
     def change(eqn: Eqn, inside: Jaxpr) -> Jaxpr:
         inside, _ = flatten(inside, _jit_without_constants)
         given = facts_inside(eqn, [fact_of(facts, v) for v in eqn.invars])
-        return _with_forms(inside, flow(inside, given), small)
+        return _with_forms(inside, flow(inside, given), small, {})
 
     return with_held_programs(jaxpr, change)
 
@@ -67,6 +71,7 @@ def _with_constants(flat: Flat, jaxpr: Jaxpr, position: int, count: int) -> Flat
         insert(flat.kinds, Kind.PARAMETER),
         insert(flat.paths, "closed over"),
         insert(flat.owners, -1),
+        tuple((i + count * (i >= position), output) for i, output in flat.carried),
     )
 
 

@@ -11,7 +11,7 @@ skewed like it.
 """
 
 import functools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,7 +146,9 @@ def _puts_back(eqns: Sequence[Eqn], axes: Sequence[int], whole: Var) -> bool:
     return eqns[-1].outvars[0].aval.shape in (single, shape)
 
 
-def with_softmaxes(jaxpr: Jaxpr, depends: Predicate) -> Jaxpr:
+def with_softmaxes(
+    jaxpr: Jaxpr, depends: Predicate, carried: Mapping[Var, Atom]
+) -> Jaxpr:
     """`jaxpr` with one equation for every softmax that is differentiated.
 
     Its derivative takes the cotangent's mean off, but for two kinds. Attention, whose
@@ -155,13 +157,16 @@ def with_softmaxes(jaxpr: Jaxpr, depends: Predicate) -> Jaxpr:
     instead of 1247 MiB). And where a function with a pole reads it, as in
     log(softmax(x)), the cotangents' mean may be so large that it magnifies the last bit
     in a row's sum.
+
+    Args:
+      carried: in a scan's body, the output of the step before that an input is.
     """
     found = {id(s.eqns[-1]): s for s in softmaxes(jaxpr) if depends(s.output)}
     if not found:
         return jaxpr
     inside = {id(eqn) for s in found.values() for eqn in s.eqns[:-1]}
     plain = contracted_in(jaxpr) | _read_by_poles(jaxpr)
-    plain |= arguments_near_poles(jaxpr).behind(with_sums=True)
+    plain |= arguments_near_poles(jaxpr, carried).behind(with_sums=True)
     narrow = narrowed(jaxpr, jaxpr.outvars)
     eqns = []
     for eqn in jaxpr.eqns:

@@ -117,7 +117,7 @@ def test_whether_a_product_or_a_pole_reads_it(name):
     jaxpr, _ = open_jaxpr(jax.make_jaxpr(lambda x: f(by_hand(-1)(x)))(X))
     (eqn,) = [
         eqn
-        for eqn in with_softmaxes(jaxpr, lambda v: True).eqns
+        for eqn in with_softmaxes(jaxpr, lambda v: True, {}).eqns
         if eqn.primitive is softmax_p
     ]
     assert eqn.params["is_plain"] == is_plain
