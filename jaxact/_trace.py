@@ -6,10 +6,7 @@ closures over tracers. Values that are not arrays stay the Python values they ar
 """
 
 import dataclasses
-import enum
-import functools
 import inspect
-import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias, TypeGuard
 
@@ -18,88 +15,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.stages import Wrapped
 
+from jaxact._flat import Flat, Kind
 from jaxact._jaxpr.compat import open_jaxpr
-from jaxact._jaxpr.evaluate import evaluate, trace_jitted
-from jaxact._jaxpr.labels import numbered, with_labels, without_scope
-from jaxact._jaxpr.structure import open_structure
-from jaxact._jaxpr.types import Array, Jaxpr, Var
+from jaxact._jaxpr.evaluate import trace_jitted
+from jaxact._jaxpr.labels import numbered
+from jaxact._jaxpr.types import Array
 from jaxact._read_values import are_same, read_values
 
 # A call's arguments, by name or position.
 Names: TypeAlias = str | int | Sequence[str | int]
 # From a function's flat outputs to its result.
 Rebuild: TypeAlias = Callable[[Sequence[Array]], Any]
-
-
-class Kind(enum.Enum):
-    """The part that an argument has in the transform."""
-
-    PARAMETER = "parameter"  # referenced; neither it nor values made from it are stored
-    ACTIVATION = "activation"  # may be stored through a codec
-    UNKNOWN = "unknown"  # referenced, but values computed from it may be stored
-
-
-@dataclasses.dataclass(frozen=True)
-class Flat:
-    """A jaxpr whose inputs are all explicit.
-
-    Attributes:
-      jaxpr: its constants and inputs together are the inputs.
-      kinds: each input's.
-      paths: each input's name in tables.
-      owners: each input's argument, as its number in the call; -1 if closed over.
-      carried: in a scan's body, each input that is an output of the step before, and
-        that output, as numbers.
-      unlabelled: the function whose `labelled` this is.
-    """
-
-    jaxpr: Jaxpr
-    kinds: tuple[Kind, ...]
-    paths: tuple[str, ...]
-    owners: tuple[int, ...]
-    carried: tuple[tuple[int, int], ...] = ()
-    unlabelled: "Flat | None" = dataclasses.field(
-        default=None, init=False, compare=False, repr=False
-    )
-
-    def __hash__(self) -> int:
-        return hash(self.jaxpr)
-
-    def __call__(self, *values: Array) -> list[Any]:
-        num_consts = len(self.jaxpr.constvars)
-        consts, inputs = values[:num_consts], values[num_consts:]
-        return evaluate(self.jaxpr, consts, inputs)
-
-    @property
-    def invars(self) -> list[Var]:
-        return [*self.jaxpr.constvars, *self.jaxpr.invars]
-
-    @functools.cached_property
-    def first_alike(self) -> "Flat":
-        """The first function that was traced to the same program, else this one."""
-        if self.unlabelled is not None:  # labels follow from the program
-            return self.unlabelled.first_alike.labelled
-        structure = open_structure(self.jaxpr)
-        key = structure, self.kinds, self.paths, self.owners, self.carried
-        return _traced.setdefault(key, self)
-
-    @functools.cached_property
-    def labelled(self) -> "Flat":
-        """The same with a label on each equation, see `jaxact._jaxpr.labels`."""
-        labelled = dataclasses.replace(self, jaxpr=with_labels(self.jaxpr))
-        object.__setattr__(labelled, "unlabelled", self)
-        return labelled
-
-    def inside(self, scope: str) -> "Flat | None":
-        """The function that is evaluated in a scope; None if parts of it are not."""
-        jaxpr = without_scope(self.jaxpr, scope)
-        if jaxpr is None:
-            return None
-        paths = tuple(path.removeprefix(f"{scope}/") for path in self.paths)
-        return dataclasses.replace(self, jaxpr=jaxpr, paths=paths)
-
-
-_traced: "weakref.WeakValueDictionary[Hashable, Flat]" = weakref.WeakValueDictionary()
 
 
 @dataclasses.dataclass(frozen=True)

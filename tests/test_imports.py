@@ -18,6 +18,7 @@ FLOORS = [
     "_using",
     "_checkpoint_policies",
     "_read_values",
+    "_flat",
     "_trace",
     "_plan",
     "_using",

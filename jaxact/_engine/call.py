@@ -40,6 +40,7 @@ from jaxact._engine.scan import CompressBody, contains_scan
 from jaxact._engine.seeds import salted, seed_at
 from jaxact._engine.storage import Draw, Packed, Source, Storage
 from jaxact._engine.warnings import notice, notice_call, planning, warn_about_rules
+from jaxact._flat import Flat
 from jaxact._jaxpr.compat import reduced_like
 from jaxact._jaxpr.evaluate import is_traced
 from jaxact._jaxpr.labels import Label, current_path
@@ -49,7 +50,7 @@ from jaxact._plan.storage import StoragePlan
 from jaxact._policy import Policy
 from jaxact._recompute import Checkpoint
 from jaxact._residual import join_paths
-from jaxact._trace import Argument, Flat, Static, TraceCache, is_inexact, trace
+from jaxact._trace import Argument, Static, TraceCache, is_inexact, trace
 from jaxact._using import Override, current_override
 
 

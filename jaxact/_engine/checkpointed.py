@@ -12,9 +12,9 @@ import jax
 
 from jaxact._engine.seeds import salted
 from jaxact._engine.storage import Draw
+from jaxact._flat import Flat, Kind
 from jaxact._jaxpr.compat import open_jaxpr
 from jaxact._jaxpr.types import Array
-from jaxact._trace import Flat, Kind
 
 
 def checkpointed(

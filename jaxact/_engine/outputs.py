@@ -7,11 +7,11 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from jaxact._decision import Decision
+from jaxact._flat import Flat, Kind
 from jaxact._jaxpr.compat import HAS_GENERIC_BATCHING
 from jaxact._jaxpr.flow import fact_of, flow, union
 from jaxact._jaxpr.read import is_float
 from jaxact._jaxpr.rewrite import prune
-from jaxact._trace import Flat, Kind
 
 
 def when_all(

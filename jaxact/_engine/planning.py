@@ -13,13 +13,14 @@ from jaxact._decision import Decision
 from jaxact._engine.passes import Passes
 from jaxact._engine.scan import CompressBody, contains_scan, push_into_scans
 from jaxact._engine.storage import Draw, Storage
+from jaxact._flat import Flat, Kind
 from jaxact._form import flattened, plan_bases, rewrite
 from jaxact._jaxpr.rewrite import new_variable, with_inputs
 from jaxact._jaxpr.types import Array
 from jaxact._plan.each import plan_each_residual
 from jaxact._plan.forward import Forward, ForwardTrace
 from jaxact._policy import Policy
-from jaxact._trace import Flat, Kind, Static
+from jaxact._trace import Static
 
 # Makes the evaluation of scan bodies, whose decisions it adds to the list.
 NewBody: TypeAlias = Callable[[list[Decision]], CompressBody]

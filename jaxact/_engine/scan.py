@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 
 from jaxact._engine.seeds import seed_of_step
 from jaxact._engine.storage import Draw
+from jaxact._flat import Flat, Kind
 from jaxact._jaxpr.compat import jit_shardings, open_jaxpr, scan_counts
 from jaxact._jaxpr.evaluate import bind, value_of
 from jaxact._jaxpr.flow import fact_of, facts_inside, flow, scan_facts
@@ -26,7 +27,6 @@ from jaxact._jaxpr.read import held_programs
 from jaxact._jaxpr.types import Array, ClosedJaxpr, Eqn, Jaxpr
 from jaxact._plan.facts import input_facts, kind_of, learn
 from jaxact._residual import join_paths
-from jaxact._trace import Flat, Kind
 
 # (flat function, draw, values, the scan's scope) -> outputs
 CompressBody: TypeAlias = Callable[[Flat, Draw, Sequence[Array], str], list[jax.Array]]

@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from jaxact._codec import Bias, Exact, Recompute
 from jaxact._decision import Decision, Reason, Remark
+from jaxact._flat import Flat
 from jaxact._form.affine_classes import classify
 from jaxact._form.cells import cell_body
 from jaxact._form.chooser import Chooser
@@ -34,7 +35,6 @@ from jaxact._plan.storage import Normalized, Replay, StoragePlan
 from jaxact._plan.uses import Uses, find_uses
 from jaxact._policy import Policy
 from jaxact._residual import Name, Residual
-from jaxact._trace import Flat
 
 Decisions = dict[Var, Decision]
 

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from jaxact._flat import Flat, Kind
 from jaxact._form.affine_classes import classify
 from jaxact._form.cells import with_cells
 from jaxact._form.pooling import with_pools
@@ -15,7 +16,6 @@ from jaxact._jaxpr.rewrite import Body, flatten, jit_body, with_held_programs
 from jaxact._jaxpr.types import Array, Atom, Eqn, Jaxpr, Predicate, Var
 from jaxact._plan.facts import ACTIVATION, input_facts, is_activation, learn
 from jaxact._policy import small_size
-from jaxact._trace import Flat, Kind
 
 T = TypeVar("T")
 

@@ -10,13 +10,14 @@ import jax.numpy as jnp
 from jaxact._bits.cost import Cost, levels_variance
 from jaxact._bits.widths import least_bits
 from jaxact._codec import Action, Bias
+from jaxact._flat import Flat
 from jaxact._jaxpr.compat import open_jaxpr
 from jaxact._jaxpr.primitives import CHECKPOINTS
 from jaxact._jaxpr.rewrite import without_unused
 from jaxact._jaxpr.types import Array, Eqn, Jaxpr, PyTree
 from jaxact._plan.forward import active_of, with_active
 from jaxact._plan.mark import mark_p
-from jaxact._trace import Flat, is_inexact
+from jaxact._trace import is_inexact
 
 
 class Rounded(NamedTuple):

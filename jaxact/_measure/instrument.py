@@ -18,10 +18,10 @@ import jax.numpy as jnp
 from jaxact._decision import Decision
 from jaxact._engine.call import ActionStorage, Engine
 from jaxact._engine.storage import BackwardProgram, Draw, Packed, Probe, Source
+from jaxact._flat import Flat
 from jaxact._jaxpr.types import Array, PyTree
 from jaxact._measure.replace_calls import evaluate
 from jaxact._plan.mark import CompressedCall
-from jaxact._trace import Flat
 
 
 class Instrument(ActionStorage, abc.ABC):

@@ -13,6 +13,7 @@ from jaxact._codec.checks import checked_int, checked_key
 from jaxact._compress import compress
 from jaxact._decision import Decision
 from jaxact._engine.storage import BackwardProgram, Packed
+from jaxact._flat import Flat
 from jaxact._jaxpr.types import PyTree
 from jaxact._measure.census import census
 from jaxact._measure.instrument import Instrument, evaluate_instrumented
@@ -20,7 +21,7 @@ from jaxact._measure.progress import progress
 from jaxact._modules.pure import first_of, pure_call
 from jaxact._plan.forward import active_of, with_active
 from jaxact._policy import Policy
-from jaxact._trace import Flat, is_array
+from jaxact._trace import is_array
 
 
 @dataclasses.dataclass(frozen=True)

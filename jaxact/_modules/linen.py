@@ -13,6 +13,7 @@ import jax
 from flax.core import Scope, lift
 
 from jaxact._engine.call import call_compressed, seed_from
+from jaxact._flat import Kind
 from jaxact._jaxpr.labels import current_path
 from jaxact._jaxpr.types import Array
 from jaxact._modules.adapter import NOISE_STREAM, require_call
@@ -20,7 +21,7 @@ from jaxact._modules.original import original_of, remember
 from jaxact._modules.pickling import make_picklable
 from jaxact._policy import Policy
 from jaxact._residual import join_paths
-from jaxact._trace import Argument, Kind, Names, arguments
+from jaxact._trace import Argument, Names, arguments
 
 T = TypeVar("T")
 

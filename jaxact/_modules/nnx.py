@@ -15,6 +15,7 @@ import jax
 from flax import nnx
 
 from jaxact._engine.call import call_compressed, seed_from
+from jaxact._flat import Kind
 from jaxact._jaxpr.evaluate import is_traced
 from jaxact._jaxpr.labels import current_path
 from jaxact._modules.adapter import NOISE_STREAM, require_call
@@ -24,7 +25,7 @@ from jaxact._modules.pickling import make_picklable
 from jaxact._modules.pure import PureCall
 from jaxact._policy import Policy
 from jaxact._residual import join_paths
-from jaxact._trace import Argument, Kind, Names, arguments
+from jaxact._trace import Argument, Names, arguments
 
 T = TypeVar("T")
 

@@ -7,8 +7,9 @@ from typing import Any, SupportsIndex
 import jax
 import jax.numpy as jnp
 
+from jaxact._flat import Flat
 from jaxact._modules.find import for_state, for_target
-from jaxact._trace import Flat, Rebuild, arguments, is_array, trace
+from jaxact._trace import Rebuild, arguments, is_array, trace
 
 
 @dataclasses.dataclass(frozen=True)

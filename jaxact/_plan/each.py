@@ -10,6 +10,7 @@ from collections.abc import Collection, Set as AbstractSet
 
 from jaxact._codec import Bias, Exact, Recompute
 from jaxact._decision import Decision, Reason, Remark
+from jaxact._flat import Flat
 from jaxact._jaxpr.primitives import VIEWS
 from jaxact._jaxpr.read import variables_in
 from jaxact._jaxpr.types import Var
@@ -25,7 +26,6 @@ from jaxact._plan.reading import (
 from jaxact._plan.storage import Replay, StoragePlan
 from jaxact._plan.uses import find_uses
 from jaxact._policy import Policy
-from jaxact._trace import Flat
 
 
 def plan_each_residual(

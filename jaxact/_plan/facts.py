@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
+from jaxact._flat import Flat, Kind
 from jaxact._jaxpr.flow import Facts, fact_of, union
 from jaxact._jaxpr.primitives import PLACEMENTS, VIEWS
 from jaxact._jaxpr.read import is_float
 from jaxact._jaxpr.types import Atom, Eqn
 from jaxact._plan.mark import mark_p
-from jaxact._trace import Flat, Kind
 
 UNKNOWN, ACTIVATION, STORED = 1, 2, 4  # facts about a value
 _FACTS = {Kind.PARAMETER: 0, Kind.UNKNOWN: UNKNOWN, Kind.ACTIVATION: ACTIVATION}

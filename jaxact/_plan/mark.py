@@ -18,10 +18,10 @@ from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
 
 from jaxact._decision import Decision
+from jaxact._flat import Flat
 from jaxact._jaxpr.compat import CALL_MARK
 from jaxact._jaxpr.types import Array, Axes, PyTree, Shape, Tangent
 from jaxact._policy import Policy
-from jaxact._trace import Flat
 
 mark_p = jex.Primitive("jaxact_residual")
 mark_p.multiple_results = True

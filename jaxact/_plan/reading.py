@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jaxact._codec import Exact, Recompute
 from jaxact._decision import Decision, Reason
+from jaxact._flat import Flat
 from jaxact._jaxpr.flow import Facts, fact_of, flow
 from jaxact._jaxpr.read import variables_in
 from jaxact._jaxpr.types import Atom, Producers, Var
@@ -20,7 +21,6 @@ from jaxact._plan.forward import Forward
 from jaxact._plan.storage import Normalized, Replay, StoragePlan
 from jaxact._policy import Policy, small_size
 from jaxact._residual import Provenance, Residual
-from jaxact._trace import Flat
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
