@@ -33,25 +33,29 @@ class Masks:
     """Variables in a program that are known to have no elements but 0 and 1.
 
     Attributes:
+      with_gates: know `gate & False`, the zeros in slopes.
       zeros: with zeros alone.
       numbers: made from bools, or by a selection from zeros and ones.
-      opposites: for a mask made by `not`, the other one.
+      same: for a mask made from another, that one, and its value where this is true.
+      integers: for a mask as integers, the mask.
     """
 
+    with_gates: bool = False
     zeros: set[Var] = dataclasses.field(default_factory=set)
     numbers: set[Var] = dataclasses.field(default_factory=set)
-    opposites: dict[Var, Var] = dataclasses.field(default_factory=dict)
+    same: dict[Var, Zeros] = dataclasses.field(default_factory=dict)
+    integers: dict[Var, Var] = dataclasses.field(default_factory=dict)
 
     def note(self, eqn: Eqn) -> None:
         """Learn about an equation's result from its operands."""
         name, inputs = eqn.primitive.name, eqn.invars
-        if name == "not" and not is_literal(inputs[0]):
-            if inputs[0].aval.dtype == bool:
-                self.opposites[eqn.outvars[0]] = inputs[0]
+        if inputs and eqn.outvars and not is_literal(inputs[0]):
+            self._note_copy(eqn, inputs[0])
         if name in MOVES:
             is_zero, is_number = self._is_zero(inputs[0]), self._is_number(inputs[0])
         else:
-            is_zero = name == "and" and any(map(self._is_zero, inputs))
+            is_and = self.with_gates and name == "and"
+            is_zero = is_and and any(map(self._is_zero, inputs))
             is_number = name == "select_n" and all(map(self._is_number, inputs[1:]))
         if is_zero:
             self.zeros.update(eqn.outvars)
@@ -79,10 +83,22 @@ class Masks:
         return None
 
     def where(self, mask: Var, value: bool) -> Zeros:
-        """Where `mask` has the value, by a mask that is not made by `not`."""
-        while mask in self.opposites:
-            mask, value = self.opposites[mask], not value
+        """Where `mask` has the value, by a mask that is not made from another."""
+        while mask in self.same:
+            mask, its_value = self.same[mask]
+            value = value == its_value
         return mask, value
+
+    def _note_copy(self, eqn: Eqn, x: Var) -> None:
+        """A mask's inverse, or `mask.astype(int) == 1`, as in a selection's slopes."""
+        name, out = eqn.primitive.name, eqn.outvars[0]
+        if name == "not" and x.aval.dtype == bool:
+            self.same[out] = x, False
+        elif name == "convert_element_type" and x.aval.dtype == bool:
+            self.integers[out] = x
+        elif name == "eq" and x in self.integers and is_literal(eqn.invars[1]):
+            if eqn.invars[1].val in (0, 1):
+                self.same[out] = self.integers[x], bool(eqn.invars[1].val)
 
     def _is_zero(self, x: Atom) -> bool:
         return not x.val if is_literal(x) else x in self.zeros
@@ -206,7 +222,7 @@ def _maskings(
     eqns: Sequence[Eqn],
 ) -> tuple[Masks, dict[Zeros, list[tuple[Var, Eqn]]]]:
     """Masks; and operands that are set to zero, with the equation, by where."""
-    masks, found = Masks(), dict[Zeros, list[tuple[Var, Eqn]]]()
+    masks, found = Masks(with_gates=True), dict[Zeros, list[tuple[Var, Eqn]]]()
     for eqn in eqns:
         masks.note(eqn)
         masking = masks.masking(eqn)
@@ -225,7 +241,7 @@ def _zeros_of_cotangents(forward: Forward, known: Masks) -> dict[Var, set[Zeros]
     made: dict[Var, set[Zeros]] = {}
     for eqn in forward.jaxpr.eqns:
         made |= dict.fromkeys(eqn.outvars, _zeros_of_result(eqn, known, made))
-    masks = Masks()
+    masks = Masks(with_gates=True)
     residuals = {own: v for v, own in forward.residual_pairs}
     zeros = {
         own: made.get(v, set()) | {known.where(v, False)}

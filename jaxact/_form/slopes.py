@@ -45,7 +45,8 @@ def slopes_of(
     if name == "mul":
         return out, [jnp.asarray(inputs[1 - i], dtype) for i in moving]
     if name == "select_n":
-        return out, [Gated(_selects(inputs[0], i - 1)) for i in moving]
+        branch = inputs[0].astype(jnp.int32)
+        return out, [Gated(branch == i - 1) for i in moving]
     if name in LINEAR:
         is_minus = {"sub": {1}, "neg": {0}}.get(name, set())
         return out, [-1 if i in is_minus else 1 for i in moving]
@@ -53,14 +54,6 @@ def slopes_of(
     if is_piecewise_linear(eqn):  # max, clamp and abs: 0, 1, -1, or 1/2 at a tie
         return out, [Gated(slope != 0, slope) for slope in slopes]
     return out, list(slopes)
-
-
-def _selects(which: Array, branch: int) -> jax.Array:
-    """Where a `select_n` takes its values from a branch."""
-    which = jnp.asarray(which)
-    if which.dtype != bool:
-        return which == branch
-    return which if branch else ~which
 
 
 def _slope(eqn: Eqn, inputs: Sequence[Array], i: int) -> jax.Array:
