@@ -12,7 +12,7 @@ affine in a single one is a base itself.
 import dataclasses
 from collections.abc import Collection, Hashable
 
-from jaxact._form.masked import Masks
+from jaxact._form.masks import Masks
 from jaxact._form.softmax import softmaxes
 from jaxact._form.statistics import find_statistics
 from jaxact._jaxpr.flow import Facts
