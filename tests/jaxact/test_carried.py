@@ -42,11 +42,13 @@ def test_a_belief_whose_logarithm_the_next_step_takes(step):
     assert gradient_error(scanned(step), X, policy=Policy(bits=8)) < 0.05
 
 
+@pytest.mark.thorough
 def test_in_reverse():
     f = scanned(BELIEFS["its logarithm"], reverse=True)
     assert gradient_error(f, X, policy=Policy(bits=8)) < 0.05
 
 
+@pytest.mark.thorough
 def test_among_other_states():
     """One that a network computes, which no pole reads, is packed as before."""
 

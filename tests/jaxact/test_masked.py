@@ -116,6 +116,7 @@ def test_a_pole_at_the_masked_value(pole):
     assert gradient_error(f, X, policy=Policy(bits=8)) < 0.05
 
 
+@pytest.mark.thorough
 def test_a_mask_made_after_what_it_masks():
     """The program evaluates it first where the exponential is stored masked."""
 
