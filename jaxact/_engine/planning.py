@@ -135,7 +135,7 @@ def _start(key: CallKey, new_body: NewBody) -> _Plans:
         nested.clear()
         count = len(inputs) - len(key.keys)
         probe = dict(zip(key.keys, inputs[count:], strict=True))
-        differentiable = _differentiable(key.flat, key.policy, new_body(nested))
+        differentiable = _differentiable(key, new_body(nested))
         return differentiable(Draw(seed, probe), *inputs[:count])
 
     active = (*key.active, *(True for _ in key.keys))
@@ -143,11 +143,12 @@ def _start(key: CallKey, new_body: NewBody) -> _Plans:
 
 
 def _differentiable(
-    flat: Flat, policy: Policy, compress_body: CompressBody
+    key: CallKey, compress_body: CompressBody
 ) -> Callable[..., list[jax.Array]]:
     """(draw, *values) -> outputs: scans compressed inside, the rest checkpointed."""
+    flat, policy = key.flat, key.policy
     if policy.chooses_form:
-        flat, widen = rewrite(flat)
+        flat, widen = rewrite(flat, key.active)
     else:
         widen = list
 

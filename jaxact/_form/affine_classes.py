@@ -16,7 +16,13 @@ from jaxact._form.masks import Masks
 from jaxact._form.softmax import softmaxes
 from jaxact._form.statistics import find_statistics
 from jaxact._jaxpr.flow import Facts
-from jaxact._jaxpr.primitives import CHEAP, COMPARISONS, SELECTIONS, SUMS
+from jaxact._jaxpr.primitives import (
+    CHEAP,
+    COMPARISONS,
+    EXPONENTIALS,
+    SELECTIONS,
+    SUMS,
+)
 from jaxact._jaxpr.read import (
     is_float,
     is_literal,
@@ -57,6 +63,7 @@ class Classes:
       names: for each base, the `checkpoint_name` equations of values affine in it.
       spared: bases that are kept exactly, and cheap functions from them.
       masks: the masks that are known without any of these.
+      exponentials: in the program.
     """
 
     statistics: Collection[Var] = ()
@@ -70,6 +77,7 @@ class Classes:
     names: dict[Var, list[Eqn]] = dataclasses.field(default_factory=dict)
     spared: set[Var] = dataclasses.field(default_factory=set)
     masks: Masks = dataclasses.field(default_factory=Masks)
+    exponentials: set[Var] = dataclasses.field(default_factory=set)
 
     def is_exact(self, v: Atom) -> bool:
         return is_literal(v) or v not in self.base
@@ -122,6 +130,8 @@ def classify(
                 classes.base[v] = v
     for eqn in jaxpr.eqns:
         classes.masks.note(eqn)
+        if eqn.primitive.name in EXPONENTIALS:
+            classes.exponentials.update(eqn.outvars)
         for v in eqn.outvars:
             # A weight that a shard_map copies to each device is no activation.
             is_copy = eqn.primitive.name == "shard_map" and not is_activation(facts, v)
@@ -187,6 +197,7 @@ def _base(
     # that a mask sets to zero, which may be larger than all that it keeps.
     smaller = name in SELECTIONS and size < eqn.invars[0].aval.size
     smaller = smaller or classes.masks.masking(eqn) is not None
+    smaller = smaller or _is_scaled_exponential(eqn, inexact[0], classes)
     bits = _bits_needed(eqn, size, classes)
     if bits > _MOST_BITS and _has_random_factor(eqn, classes):
         return v
@@ -194,6 +205,15 @@ def _base(
         classes.parts[v] = base
         return v
     return base
+
+
+def _is_scaled_exponential(eqn: Eqn, position: int, classes: Classes) -> bool:
+    """Whether an exponential, the operand there, is multiplied with exact numbers.
+
+    They may be a mask, which nothing else tells if it is given as an array of floats.
+    """
+    is_product = eqn.primitive.name == "mul" and bool(_exact_operands(eqn, classes))
+    return is_product and eqn.invars[position] in classes.exponentials
 
 
 def _bits_needed(eqn: Eqn, size: int, classes: Classes) -> float:

@@ -10,7 +10,7 @@ path, no path leaves a cluster and comes back.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from jax.extend import core as jex
@@ -23,7 +23,7 @@ from jaxact._form.derivative import (
     is_product,
     place_of_derivative,
 )
-from jaxact._jaxpr.primitives import STEPS
+from jaxact._jaxpr.primitives import EXPONENTIALS, STEPS
 from jaxact._jaxpr.read import (
     is_complex,
     is_elementwise,
@@ -59,15 +59,18 @@ cell_p.def_abstract_eval(lambda *_, cluster: [v.aval for v in cluster.outs])
 ad.primitive_jvps[cell_p] = _differentiate
 
 
-def with_cells(jaxpr: Jaxpr, is_exact: Predicate, depends: Predicate) -> Jaxpr:
+def with_cells(
+    jaxpr: Jaxpr, is_exact: Predicate, depends: Predicate, active: Collection[Var]
+) -> Jaxpr:
     """`jaxpr` with a cell for every cluster that JAX would keep more for.
 
     Args:
       is_exact: whether the backward pass has a variable exactly.
-      depends: whether a variable depends on something differentiated.
+      depends: whether a variable is made from activations.
+      active: inputs that are differentiated.
     """
     users = _users(jaxpr)
-    moving = _differentiated(jaxpr)
+    moving = _differentiated(jaxpr, active)
     cells: list[tuple[int, Eqn]] = []
     grouped: set[int] = set()
     for members in _clusters(jaxpr, depends):
@@ -82,7 +85,7 @@ def with_cells(jaxpr: Jaxpr, is_exact: Predicate, depends: Predicate) -> Jaxpr:
             if eqn.outvars[0] not in cluster.still
         )
         # x - mean, gain * x, a residual join: JAX keeps no more.
-        if not has_new_slopes and after == before:
+        if not (has_new_slopes or after != before or _has_mask(cluster, is_exact)):
             continue
         place = place_of_derivative(cluster, is_exact)
         cluster = replace(cluster, eliminated=order, place=place)
@@ -99,13 +102,13 @@ def with_cells(jaxpr: Jaxpr, is_exact: Predicate, depends: Predicate) -> Jaxpr:
     return with_outputs(jaxpr, in_order([*cells, *others]), jaxpr.outvars)
 
 
-def _differentiated(jaxpr: Jaxpr) -> set[Var]:
-    """The variables on a path of derivatives from a float input to an output.
+def _differentiated(jaxpr: Jaxpr, active: Collection[Var]) -> set[Var]:
+    """The variables on a path of derivatives from an active input to an output.
 
     Random numbers are on none, nor is a metric that nothing reads. A call is on one
     whatever it does inside: a custom rule may give a step a derivative.
     """
-    moving = {v for v in (*jaxpr.constvars, *jaxpr.invars) if is_float(v)}
+    moving = set(active)
     eqns = [eqn for eqn in jaxpr.eqns if eqn.primitive.name not in STEPS]
     for eqn in eqns:
         if not moving.isdisjoint(variables_in(eqn.invars)):
@@ -141,6 +144,29 @@ def _has_new_slope(eqn: Eqn, is_exact: Predicate) -> bool:
     if name == "integer_pow" and eqn.params["y"] == 2:  # the square of a variance
         return False
     return not is_product(eqn, is_exact)  # a GLU's
+
+
+def _has_mask(cluster: Cluster, is_exact: Predicate) -> bool:
+    """Whether only the product of an exponential and numbers is used, as a mask's.
+
+    JAX keeps the exponential, e^10 on the diagonal of a contrastive loss, which its
+    mask leaves out: in one group with it the others were lost (0.5 gradients at 8
+    bits). The derivative is the product.
+    """
+    inner = {v for e in cluster.eqns for v in e.outvars} - {*cluster.outs}
+    exponentials = {
+        v
+        for e in cluster.eqns
+        if e.primitive.name in EXPONENTIALS
+        for v in e.outvars
+        if v in inner
+    }
+    return any(
+        eqn.primitive.name == "mul"
+        and not exponentials.isdisjoint(variables_in(eqn.invars))
+        and any(v in cluster.still and is_exact(v) for v in variables_in(eqn.invars))
+        for eqn in cluster.eqns
+    )
 
 
 def _clusters(jaxpr: Jaxpr, depends: Predicate) -> list[list[int]]:

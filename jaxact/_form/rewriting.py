@@ -1,7 +1,7 @@
 """Rewrite a program so that its derivative keeps little."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 from jaxact._flat import Flat, Kind
@@ -20,16 +20,24 @@ from jaxact._policy import small_size
 T = TypeVar("T")
 
 
-def rewrite(flat: Flat) -> tuple[Flat, Callable[[Sequence[Array]], list[Any]]]:
-    """The same function with cells and pools, and its values from those for `flat`."""
+def rewrite(
+    flat: Flat, is_active: Sequence[bool]
+) -> tuple[Flat, Callable[[Sequence[Array]], list[Any]]]:
+    """The same function with cells and pools, and its values from those for `flat`.
+
+    Args:
+      is_active: whether each value for `flat` is differentiated.
+    """
     num_consts = len(flat.jaxpr.constvars)
+    given = zip((*flat.jaxpr.constvars, *flat.jaxpr.invars), is_active, strict=True)
+    active = [v for v, is_active_one in given if is_active_one]
     jaxpr, constants = flatten(flat.jaxpr, jit_body)
     flattened = _with_constants(flat, jaxpr, num_consts, len(constants))
     known = flow(jaxpr, input_facts(flattened), learn)
     facts = {v: ACTIVATION for v, fact in known.items() if fact}
     small = small_size(_sizes(jaxpr, lambda v: is_activation(facts, v)))
     carried = {flat.invars[i]: jaxpr.outvars[output] for i, output in flat.carried}
-    jaxpr = _with_forms(jaxpr, facts, small, carried)
+    jaxpr = _with_forms(jaxpr, facts, small, carried, active)
 
     def with_constants(values: Sequence[Array]) -> list[Any]:
         return [*values[:num_consts], *constants, *values[num_consts:]]
@@ -38,7 +46,11 @@ def rewrite(flat: Flat) -> tuple[Flat, Callable[[Sequence[Array]], list[Any]]]:
 
 
 def _with_forms(
-    jaxpr: Jaxpr, facts: Facts, small: int, carried: Mapping[Var, Atom]
+    jaxpr: Jaxpr,
+    facts: Facts,
+    small: int,
+    carried: Mapping[Var, Atom],
+    active: Collection[Var],
 ) -> Jaxpr:
     """`jaxpr` with cells, pools and softmaxes, also inside its equations.
 
@@ -46,16 +58,18 @@ def _with_forms(
       facts: which variables are made from possible activations.
       small: the most elements of a small value.
       carried: in a scan's body, the output of the step before that an input is.
+      active: inputs that are differentiated.
     """
     depends = lambda v: is_activation(facts, v)
     classes = classify(jaxpr, small, facts, set(filter(depends, jaxpr.invars)))
     jaxpr = with_softmaxes(with_pools(jaxpr, depends), depends, carried)
-    jaxpr = with_cells(jaxpr, classes.is_exact, depends)
+    jaxpr = with_cells(jaxpr, classes.is_exact, depends, active)
 
     def change(eqn: Eqn, inside: Jaxpr) -> Jaxpr:
         inside, _ = flatten(inside, _jit_without_constants)
         given = facts_inside(eqn, [fact_of(facts, v) for v in eqn.invars])
-        return _with_forms(inside, flow(inside, given), small, {})
+        floats = filter(is_float, (*inside.constvars, *inside.invars))
+        return _with_forms(inside, flow(inside, given), small, {}, [*floats])
 
     return with_held_programs(jaxpr, change)
 

@@ -196,7 +196,7 @@ def _key(eqn: Eqn, inputs: Sequence[Atom]) -> Hashable | None:
         return None
     params = tuple(sorted(eqn.params.items(), key=lambda item: item[0]))
     operands: Hashable = tuple(map(literal_key, inputs))
-    if eqn.primitive.name in ("eq", "ne"):
+    if eqn.primitive.name in ("eq", "ne", "mul", "add"):
         operands = frozenset(map(literal_key, inputs))
     key = (eqn.primitive, operands, params, eqn.ctx)
     try:
