@@ -41,7 +41,7 @@ def others_likelihood(scores, mask):
 
 @pytest.mark.parametrize("mask", OFF_DIAGONAL.values(), ids=OFF_DIAGONAL)
 def test_a_contrastive_loss(mask):
-    """The exponentials on the diagonal are e^10; unmasked, an error of 0.5 gradients."""
+    """The exponentials on the diagonal are e^10; unmasked, 0.5 gradients off."""
 
     def f(z):
         z = z / jnp.linalg.norm(z, axis=-1, keepdims=True)
