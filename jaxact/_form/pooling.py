@@ -2,7 +2,8 @@
 
 JAX keeps `reduce_window_max`'s whole input to find the maximum again; rounded, it
 finds another one. Kept instead is the maximum's index inside its window, which is
-exact (the first one in row-major order, as in JAX).
+exact (the first one in row-major order, as in JAX). So with `reduce_window_min`, for
+morphology's erosion. In a larger window than an index is for, the input stays exact.
 """
 
 import dataclasses
@@ -34,12 +35,15 @@ pool_p.multiple_results = True
 
 MAX_WINDOW = 256  # an index must fit into eight bits
 
+# The pools, and what no element loses against.
+_WORST = {"reduce_window_max": -np.inf, "reduce_window_min": np.inf}
+
 
 def with_pools(jaxpr: Jaxpr, depends: Predicate) -> Jaxpr:
-    """`jaxpr` with a pool for every `reduce_window_max` that is differentiated."""
+    """`jaxpr` with a pool for every window extreme that is differentiated."""
 
     def pooled(eqn: Eqn) -> Eqn:
-        if eqn.primitive.name != "reduce_window_max" or not is_pool(eqn, depends):
+        if eqn.primitive.name not in _WORST or not is_pool(eqn, depends):
             return eqn
         return new_equation(eqn, pool_p, eqn.invars, eqn.outvars, {"eqn": eqn})
 
@@ -47,7 +51,7 @@ def with_pools(jaxpr: Jaxpr, depends: Predicate) -> Jaxpr:
 
 
 def is_pool(eqn: Eqn, depends: Predicate) -> bool:
-    """Whether a window maximum is differentiated and has few enough elements."""
+    """Whether a window extreme is differentiated and has few enough elements."""
     params, x = eqn.params, eqn.invars[0]
     plain = all(d == 1 for d in (*params["base_dilation"], *params["window_dilation"]))
     small = np.prod(params["window_dimensions"]) <= MAX_WINDOW
@@ -55,7 +59,7 @@ def is_pool(eqn: Eqn, depends: Predicate) -> bool:
 
 
 def pool_body(eqn: Eqn) -> Body | None:
-    """The `reduce_window_max` that a pool evaluates."""
+    """The `reduce_window_max` or `reduce_window_min` that a pool evaluates."""
     if eqn.primitive is not pool_p:
         return None
     inner = eqn.params["eqn"]
@@ -70,13 +74,14 @@ def _differentiate(
     if isinstance(t, ad.Zero):
         return [out], [ad.Zero(eqn.outvars[0].aval.to_tangent_aval())]
     windows = _windows(eqn.params, x.shape)
-    return [out], [pick_p.bind(windows.index_of_maximum(x, out), t, windows=windows)]
+    index = windows.index_of(out, x, _WORST[eqn.primitive.name])
+    return [out], [pick_p.bind(index, t, windows=windows)]
 
 
 pool_p.def_abstract_eval(lambda *_, eqn: [v.aval for v in eqn.outvars])
 ad.primitive_jvps[pool_p] = _differentiate
 
-# The elements at the maxima; a primitive, so that its residual is one small integer
+# The elements at the extremes; a primitive, so that its residual is one small integer
 # for each window, and not a mask for each element in it.
 pick_p = jex.Primitive("jaxact_pick")
 
@@ -123,9 +128,9 @@ class _Windows:
     padded: Shape
     count: Shape
 
-    def index_of_maximum(self, x: jax.Array, out: jax.Array) -> jax.Array:
-        """uint8[*count]: where in its window each maximum is."""
-        padded = self._pad(x, -jnp.inf)
+    def index_of(self, out: jax.Array, x: jax.Array, padding: float) -> jax.Array:
+        """uint8[*count]: where in its window of `x` each extreme in `out` is."""
+        padded = self._pad(x, padding)
         index = jnp.zeros(self.count, jnp.uint8)
         for k, offset in reversed(list(self._offsets())):
             hit = self._slice(padded, offset) == out
@@ -133,7 +138,7 @@ class _Windows:
         return index
 
     def pick(self, index: jax.Array, t: jax.Array) -> jax.Array:
-        """The elements of `t` at the maxima."""
+        """The elements of `t` at the extremes."""
         padded, out = self._pad(t, 0), jnp.zeros(self.count, t.dtype)
         for k, offset in self._offsets():
             out = jnp.where(index == k, self._slice(padded, offset), out)
@@ -209,7 +214,7 @@ class _Windows:
 
 
 def _windows(params: Params, shape: Shape) -> _Windows:
-    """The windows of a `reduce_window_max` with `params` over `shape`."""
+    """The windows of a pool with `params` over `shape`."""
     padding = tuple(params["padding"])
     strides = tuple(params["window_strides"])
     window = tuple(params["window_dimensions"])

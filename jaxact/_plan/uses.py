@@ -60,7 +60,11 @@ _SQUARES = frozenset(["square", "one_minus_square"])
 _UNBOUNDED = frozenset(POLES) | frozenset("pow asin acos atanh erf_inv tan".split())
 # A rounded value may change places with another, and so may their whole gradients: the
 # experts that a checkpoint computes again would not be those of the forward pass.
-_ORDERS = frozenset("sort top_k approx_top_k argmax argmin".split())
+# Nor would the largest elements in a pool's windows.
+_ORDERS = frozenset(
+    "sort top_k approx_top_k argmax argmin select_and_scatter_add "
+    "select_and_gather_add".split()
+)
 # Equal to an extreme along an axis: where that is, as its derivative asks.
 _EXTREMES = frozenset(["reduce_max", "reduce_min"])
 _RUNNING_EXTREMES = frozenset(["cummax", "cummin"])
