@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Collection, Hashable
 
 from jaxact._form.masks import Masks
+from jaxact._form.pole_arguments import pole_in
 from jaxact._form.softmax import softmaxes
 from jaxact._form.statistics import find_statistics
 from jaxact._jaxpr.flow import Facts
@@ -64,6 +65,8 @@ class Classes:
       spared: bases that are kept exactly, and cheap functions from them.
       masks: the masks that are known without any of these.
       exponentials: in the program.
+      inverses: whose divisor, or another argument with a pole, is spared.
+      random: values that no floating input is behind.
     """
 
     statistics: Collection[Var] = ()
@@ -78,6 +81,8 @@ class Classes:
     spared: set[Var] = dataclasses.field(default_factory=set)
     masks: Masks = dataclasses.field(default_factory=Masks)
     exponentials: set[Var] = dataclasses.field(default_factory=set)
+    inverses: set[Var] = dataclasses.field(default_factory=set)
+    random: set[Var] = dataclasses.field(default_factory=set)
 
     def is_exact(self, v: Atom) -> bool:
         return is_literal(v) or v not in self.base
@@ -123,6 +128,8 @@ def classify(
     comparisons = _comparisons(jaxpr)
     for v in (*jaxpr.constvars, *jaxpr.invars):
         classes.cost[v], classes.needed[v] = 0.0, frozenset()
+        if not is_float(v):
+            classes.random.add(v)
         if v in inexact and v.aval.size > small_size:
             if v in kept:
                 classes.spared.add(v)
@@ -132,6 +139,10 @@ def classify(
         classes.masks.note(eqn)
         if eqn.primitive.name in EXPONENTIALS:
             classes.exponentials.update(eqn.outvars)
+        if classes.random.issuperset(variables_in(eqn.invars)):
+            classes.random.update(eqn.outvars)
+        if pole_in(eqn)[0] in classes.spared:
+            classes.inverses.update(eqn.outvars)
         for v in eqn.outvars:
             # A weight that a shard_map copies to each device is no activation.
             is_copy = eqn.primitive.name == "shard_map" and not is_activation(facts, v)
@@ -247,11 +258,14 @@ def _is_scaled_by_spared(eqn: Eqn, classes: Classes) -> bool:
     """Whether an exact operand is a factor for each element, known from spared bases.
 
     A product with exp(d), which may be large where the product is small, has less noise
-    if it is rounded itself, and it needs no d.
+    if it is rounded itself, and it needs no d. Not random numbers times 1 / p, the
+    slope of log(p), which is large where p is small, and meets p again.
     """
-    return eqn.primitive.name not in SUMS and any(
-        x in classes.spared for x in variables_in(eqn.invars)
-    )
+    inputs = variables_in(eqn.invars)
+    is_random = any(x in classes.random and x in classes.base for x in inputs)
+    if is_random and not classes.inverses.isdisjoint(inputs):
+        return False
+    return eqn.primitive.name not in SUMS and any(x in classes.spared for x in inputs)
 
 
 def _has_each(x: Var, size: int, classes: Classes) -> bool:
@@ -273,13 +287,13 @@ def _settle(eqn: Eqn, v: Var, classes: Classes, facts: Facts, small_size: int) -
         needed = frozenset().union(*(classes.needed[x] for x in sources))
     cost = sum(classes.cost[x] for x in needed) if is_cheap else keep
     is_large = is_float(v) and v.aval.size > small_size
-    if is_large and is_activation(facts, v) and v not in classes.statistics:
-        # Statistics are at hand where an array is exact for a pole: one of a product
-        # of softmaxes that is normalized again.
-        at_hand = () if classes.spared.isdisjoint(sources) else classes.statistics
-        added = cost - sum(classes.cost[x] for x in needed.intersection(at_hand))
+    is_rounded = is_activation(facts, v) and v not in classes.statistics
+    # Not near a pole: log(p) times random numbers, or a product of softmaxes that is
+    # normalized again, has slopes of any size there.
+    is_near_pole = is_cheap and not classes.spared.isdisjoint(sources)
+    if is_large and is_rounded and not is_near_pole:
         # A look-up in a table as a product with one-hot rows.
-        if 8 * min(added, keep) > _MOST_BITS * v.aval.size:
+        if 8 * min(cost, keep) > _MOST_BITS * v.aval.size:
             return False
     if is_cheap and is_large and not classes.spared.isdisjoint(sources):
         classes.spared.add(v)

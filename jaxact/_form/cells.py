@@ -147,10 +147,10 @@ def _has_new_slope(eqn: Eqn, is_exact: Predicate) -> bool:
 
 
 def _has_mask(cluster: Cluster, is_exact: Predicate) -> bool:
-    """Whether only the product of an exponential and numbers is used, as a mask's.
+    """Whether an exponential is only used times numbers, such as a mask.
 
-    JAX keeps the exponential, e^10 on the diagonal of a contrastive loss, which its
-    mask leaves out: in one group with it the others were lost (0.5 gradients at 8
+    JAX keeps the exponential, e^10 on a contrastive loss's diagonal, which its mask
+    leaves out: in one group with it the others were lost (0.5 gradients at 8
     bits). The derivative is the product.
     """
     inner = {v for e in cluster.eqns for v in e.outvars} - {*cluster.outs}

@@ -214,7 +214,7 @@ class _Windows:
 
 
 def _windows(params: Params, shape: Shape) -> _Windows:
-    """The windows of a pool with `params` over `shape`."""
+    """A pool's windows with `params` over `shape`."""
     padding = tuple(params["padding"])
     strides = tuple(params["window_strides"])
     window = tuple(params["window_dimensions"])

@@ -210,7 +210,11 @@ class RowSums:
                     todo.append(found)
 
     def _is_near_pole(self, sums: Var) -> bool:
-        """Whether a function with a pole is taken that no bound keeps away from it."""
+        """Whether a function with a pole is taken that no bound keeps away from it.
+
+        And not something else where the sums are small: an mLSTM divides by max(|sum|,
+        exp(-m)), and its queries, stored over |sum|, erred by 0.1 gradients at 8 bits.
+        """
         todo, seen = [sums], {sums}
         while todo:
             v = todo.pop()
@@ -222,7 +226,8 @@ class RowSums:
                         return True
                 name = eqn.primitive.name
                 is_numerator = name != "div" or eqn.invars[0] is v
-                if name in _SCALING | MOVES and is_numerator:
+                is_bounded = name == "max" and not _is_by_numbers(eqn)
+                if name in _SCALING | MOVES and is_numerator and not is_bounded:
                     todo += [out for out in eqn.outvars if out not in seen]
                     seen.update(eqn.outvars)
         return False

@@ -59,7 +59,8 @@ def sources_near_poles(
             sources = sources_of(v, classes, producers)
             noisy = stored if v in kept else magnified
             if any(
-                sources_behind(x, classes, producers, ends=sources) <= sources
+                sources_behind(x, classes, producers, ends=sources) - classes.random
+                <= sources
                 for x in noisy
             ):
                 found |= sources

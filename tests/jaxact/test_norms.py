@@ -287,3 +287,18 @@ def test_divisors_that_tell_nothing_about_the_array(name):
     x = jax.random.normal(jax.random.key(7), (16, 8, 16))
     logs = jnp.log(jnp.broadcast_to(degrees, x.shape) / 16)
     assert gradient_error(f, x, logs, policy=jaxact.Policy(8), seed=2) < 8 / 255
+
+
+def test_sums_that_a_bound_takes_the_place_of():
+    """An mLSTM's: rows over sums near 0 were stored in a group with the others."""
+    q, k, v = jax.random.normal(jax.random.key(8), (3, 4, 48, 16))
+    gates = jax.random.normal(jax.random.key(9), (4, 48, 1))
+
+    def f(q, k, v, gates):
+        scores = jnp.einsum("btd,bsd->bts", q, k) / 4
+        sums = jnp.abs(scores.sum(-1, keepdims=True))
+        return jnp.einsum("bts,bsd->btd", scores / jnp.maximum(sums, gates), v)
+
+    policy = jaxact.Policy(8)
+    gates = jnp.exp(gates)
+    assert gradient_error(f, q, k, v, gates, policy=policy, argnums=1) < 0.05
