@@ -7,6 +7,7 @@ are those of BufferAssignmentProto and of the messages in it, in xla/service/hlo
 """
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from jaxact._memory import wire
@@ -44,7 +45,8 @@ class Heap:
     Attributes:
       fixed: buffers that are taken all the time: arguments and outputs.
       curve: bytes of the other buffers, each time that one is allocated or shared.
-      gradients: bytes among these in backward's arrays with an argument's type.
+      gradients: bytes among these in backward's arrays with the type that an argument
+        and a result have: a weight, and its gradient or what it is updated to.
       residuals: bytes among these in arrays that live across the beginning of
         backward, and are no gradients.
       at_peak: those that are taken when the curve is highest.
@@ -107,8 +109,8 @@ def read_heap(proto: Message) -> Heap:
     length = len(curve)
     start = _backward_start(lives, arrays, program, length)
     buffers = {life: _described(life, arrays, program) for life in lives}
-    given = {b.type for b in fixed if b is not None and "argument" in b.kind}
-    is_gradient = lambda life: _is_gradient(buffers[life], given)
+    updated = updated_types((b.kind, b.type) for b in fixed if b is not None)
+    is_gradient = lambda life: _is_gradient(buffers[life], updated)
     peak = curve.index(max(curve)) if curve else 0
     return Heap(
         fixed=tuple(buffer for buffer in fixed if buffer is not None),
@@ -133,9 +135,22 @@ def _described(life: _Life, arrays: dict[int, _Array], program: Program) -> Buff
     return _buffer(life.size, "temporary", members, program)
 
 
-def _is_gradient(buffer: Buffer, given: set[str]) -> bool:
-    """Whether backward makes it, with an argument's type."""
-    return buffer.origin.phase == "backward" and buffer.type in given
+def updated_types(kinds: Iterable[tuple[str, str]]) -> set[str]:
+    """Types that an argument and a result have.
+
+    A batch may have the type that a network's own arrays have, and is no result.
+
+    Args:
+      kinds: each array's kind and type.
+    """
+    pairs = set(kinds)
+    given = {type for kind, type in pairs if "argument" in kind}
+    return given & {t for kind, t in pairs if kind in ("output", "donated argument")}
+
+
+def _is_gradient(buffer: Buffer, updated: set[str]) -> bool:
+    """Whether backward makes it, with a weight's type."""
+    return buffer.origin.phase == "backward" and buffer.type in updated
 
 
 def _array(message: Message) -> _Array:

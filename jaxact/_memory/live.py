@@ -61,7 +61,8 @@ class Live(Tabular):
       memory: the bytes that the compiler reserves.
       residual_curve: the part that are temporaries which live across the beginning
         of backward, and no gradients.
-      gradient_curve: the part that are backward's temporaries with an argument's type.
+      gradient_curve: the part that are backward's temporaries with the type that an
+        argument and a result have.
     """
 
     derived = ("peak_bytes", "fixed_bytes")

@@ -13,6 +13,7 @@ from jax.stages import Traced
 
 from jaxact._engine.warnings import CompressionWarning
 from jaxact._memory import LiveArray, Memory
+from jaxact._memory.buffers import updated_types
 from jaxact._memory.live import describe
 from jaxact._report.step import count_products, step_program, step_residuals
 from jaxact._saved import Saved
@@ -55,8 +56,10 @@ class ComparedStep(Saved):
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of temporaries at the peak that are as an argument and of backward."""
-        types = {row.type for row in self.at_peak if "argument" in row.kind}
+        """Bytes of backward's temporaries at the peak with the type that an argument
+        and a result have.
+        """
+        types = updated_types((row.kind, row.type) for row in self.at_peak)
         return sum(
             row.bytes
             for row in self.at_peak

@@ -162,6 +162,20 @@ def test_gradients_at_the_peak():
     assert weights <= row.gradient_bytes < 1.5 * weights
 
 
+def test_cotangents_are_no_gradients():
+    """Of a network whose input has its own arrays' type."""
+
+    def loss(ws, x):
+        for w in ws:
+            x = jnp.tanh(x @ w)
+        return (x**3).sum()
+
+    x, ws = jnp.ones((4 * WIDTH, WIDTH)), [jnp.eye(WIDTH)] * 4
+    found = jaxact.compare({"step": jax.grad(loss)}, ws, x)
+    assert found.rows[0].gradient_bytes == 0
+    assert "of gradients" not in str(found)
+
+
 def test_the_largest_array_is_named():
     words = 4096
 
