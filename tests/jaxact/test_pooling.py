@@ -105,9 +105,9 @@ def min_pool(x, window, strides, padding):
 
 
 @pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
-@pytest.mark.parametrize("name", FEW)
-def test_gradients_of_minima(name, values):
+def test_gradients_of_minima(values):
     """Their input was stored: rounded, an erosion's minima were elsewhere."""
+    name = "3 x 3 every 2"
     _, *how = POOLS[name]
     f = lambda x: min_pool(x, *how)
     x, ct = data(name, lambda x: -values(x))
