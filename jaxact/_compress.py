@@ -78,7 +78,8 @@ def compress(
 
     Args:
       target: a Flax Linen module class (gives a class with the same name and
-        parameters) or method, a Flax NNX module class or instance, or a function.
+        parameters) or method, a Flax NNX module class or instance, or a function. A
+        class's `__call__` is compressed; decorate other methods that are called.
       policy: chooses an action for each residual; `Policy()` when None.
       activations: for a function, names or positions of the arguments whose arrays may
         be stored compressed. All others are taken for parameters: referenced, never

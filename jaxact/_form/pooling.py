@@ -35,7 +35,7 @@ pool_p.multiple_results = True
 
 MAX_WINDOW = 256  # an index must fit into eight bits
 
-# The pools, and what no element loses against.
+# The pools, and a padding that no element loses against.
 _WORST = {"reduce_window_max": -np.inf, "reduce_window_min": np.inf}
 
 

@@ -169,10 +169,10 @@ def test_a_budget_that_is_too_small():
     text = str(error.value)
     for part in ("9.766 KiB", "The smallest takes", "residuals", "gradients", "on cpu"):
         assert part in text
-    sizes = {"KiB": 2**10, "MiB": 2**20}
+    sizes = {"B": 1, "KiB": 2**10, "MiB": 2**20}
     taken, *parts = (
         float(number) * sizes[unit]
-        for number, unit in re.findall(r"([\d.]+) ([KM]iB)(?=[ ,)])", text)
+        for number, unit in re.findall(r"([\d.]+) ([KM]iB|B)(?=[ ,)])", text)
     )
     assert len(parts) == 3  # residuals, gradients, workspace
     assert sum(parts) == pytest.approx(taken, rel=1e-3)  # of four digits each
