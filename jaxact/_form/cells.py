@@ -10,7 +10,7 @@ path, no path leaves a cluster and comes back.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from jax.extend import core as jex
@@ -23,6 +23,7 @@ from jaxact._form.derivative import (
     is_product,
     place_of_derivative,
 )
+from jaxact._form.masks import Masks
 from jaxact._jaxpr.primitives import EXPONENTIALS, STEPS
 from jaxact._jaxpr.read import (
     is_complex,
@@ -70,7 +71,10 @@ def with_cells(
       active: inputs that are differentiated.
     """
     users = _users(jaxpr)
-    moving = _differentiated(jaxpr, active)
+    floats = filter(is_float, (*jaxpr.constvars, *jaxpr.invars))
+    moving, changed = _differentiated(jaxpr, floats), _differentiated(jaxpr, active)
+    masks = _known_masks(jaxpr)
+    has_mask = lambda cluster: _has_mask(cluster, is_exact, changed, masks)
     cells: list[tuple[int, Eqn]] = []
     grouped: set[int] = set()
     for members in _clusters(jaxpr, depends):
@@ -85,7 +89,7 @@ def with_cells(
             if eqn.outvars[0] not in cluster.still
         )
         # x - mean, gain * x, a residual join: JAX keeps no more.
-        if not (has_new_slopes or after != before or _has_mask(cluster, is_exact)):
+        if not (has_new_slopes or after != before or has_mask(cluster)):
             continue
         place = place_of_derivative(cluster, is_exact)
         cluster = replace(cluster, eliminated=order, place=place)
@@ -102,13 +106,13 @@ def with_cells(
     return with_outputs(jaxpr, in_order([*cells, *others]), jaxpr.outvars)
 
 
-def _differentiated(jaxpr: Jaxpr, active: Collection[Var]) -> set[Var]:
-    """The variables on a path of derivatives from an active input to an output.
+def _differentiated(jaxpr: Jaxpr, inputs: Iterable[Var]) -> set[Var]:
+    """The variables on a path of derivatives from these inputs to an output.
 
     Random numbers are on none, nor is a metric that nothing reads. A call is on one
     whatever it does inside: a custom rule may give a step a derivative.
     """
-    moving = set(active)
+    moving = set(inputs)
     eqns = [eqn for eqn in jaxpr.eqns if eqn.primitive.name not in STEPS]
     for eqn in eqns:
         if not moving.isdisjoint(variables_in(eqn.invars)):
@@ -146,13 +150,28 @@ def _has_new_slope(eqn: Eqn, is_exact: Predicate) -> bool:
     return not is_product(eqn, is_exact)  # a GLU's
 
 
-def _has_mask(cluster: Cluster, is_exact: Predicate) -> bool:
+def _known_masks(jaxpr: Jaxpr) -> Masks:
+    masks = Masks()
+    for eqn in jaxpr.eqns:
+        masks.note(eqn)
+    return masks
+
+
+def _has_mask(
+    cluster: Cluster, is_exact: Predicate, changed: set[Var], masks: Masks
+) -> bool:
     """Whether an exponential is only used times numbers, such as a mask.
 
     JAX keeps the exponential, e^10 on a contrastive loss's diagonal, which its mask
     leaves out: in one group with it the others were lost (0.5 gradients at 8
     bits). The derivative is the product.
+
+    Args:
+      changed: variables that need a gradient.
+      masks: that are known; `masked.py` is about those, with fewer arrays.
     """
+    if any(masks.masking(eqn) is not None for eqn in cluster.eqns):
+        return False
     inner = {v for e in cluster.eqns for v in e.outvars} - {*cluster.outs}
     exponentials = {
         v
@@ -164,7 +183,7 @@ def _has_mask(cluster: Cluster, is_exact: Predicate) -> bool:
     return any(
         eqn.primitive.name == "mul"
         and not exponentials.isdisjoint(variables_in(eqn.invars))
-        and any(v in cluster.still and is_exact(v) for v in variables_in(eqn.invars))
+        and any(v not in changed and is_exact(v) for v in variables_in(eqn.invars))
         for eqn in cluster.eqns
     )
 
