@@ -295,7 +295,7 @@ def _settle(eqn: Eqn, v: Var, classes: Classes, facts: Facts, small_size: int) -
         # A look-up in a table as a product with one-hot rows.
         if 8 * min(cost, keep) > _MOST_BITS * v.aval.size:
             return False
-    if is_cheap and is_large and not classes.spared.isdisjoint(sources):
+    if is_near_pole and is_large:
         classes.spared.add(v)
     if is_cheap and cost <= keep:
         classes.cheap.add(v)

@@ -16,6 +16,7 @@ from dataclasses import replace
 from jax.extend import core as jex
 from jax.interpreters import ad
 
+from jaxact._form.affine_classes import Classes
 from jaxact._form.derivative import (
     Cluster,
     differentiate,
@@ -23,8 +24,7 @@ from jaxact._form.derivative import (
     is_product,
     place_of_derivative,
 )
-from jaxact._form.masks import Masks
-from jaxact._jaxpr.primitives import EXPONENTIALS, STEPS
+from jaxact._jaxpr.primitives import STEPS
 from jaxact._jaxpr.read import (
     is_complex,
     is_elementwise,
@@ -61,20 +61,19 @@ ad.primitive_jvps[cell_p] = _differentiate
 
 
 def with_cells(
-    jaxpr: Jaxpr, is_exact: Predicate, depends: Predicate, active: Collection[Var]
+    jaxpr: Jaxpr, classes: Classes, depends: Predicate, active: Collection[Var]
 ) -> Jaxpr:
     """`jaxpr` with a cell for every cluster that JAX would keep more for.
 
     Args:
-      is_exact: whether the backward pass has a variable exactly.
+      classes: of the program's variables.
       depends: whether a variable is made from activations.
       active: inputs that are differentiated.
     """
     users = _users(jaxpr)
     floats = filter(is_float, (*jaxpr.constvars, *jaxpr.invars))
     moving, changed = _differentiated(jaxpr, floats), _differentiated(jaxpr, active)
-    masks = _known_masks(jaxpr)
-    has_mask = lambda cluster: _has_mask(cluster, is_exact, changed, masks)
+    is_exact = classes.is_exact
     cells: list[tuple[int, Eqn]] = []
     grouped: set[int] = set()
     for members in _clusters(jaxpr, depends):
@@ -89,7 +88,9 @@ def with_cells(
             if eqn.outvars[0] not in cluster.still
         )
         # x - mean, gain * x, a residual join: JAX keeps no more.
-        if not (has_new_slopes or after != before or has_mask(cluster)):
+        if not (
+            has_new_slopes or after != before or _has_mask(cluster, classes, changed)
+        ):
             continue
         place = place_of_derivative(cluster, is_exact)
         cluster = replace(cluster, eliminated=order, place=place)
@@ -150,42 +151,26 @@ def _has_new_slope(eqn: Eqn, is_exact: Predicate) -> bool:
     return not is_product(eqn, is_exact)  # a GLU's
 
 
-def _known_masks(jaxpr: Jaxpr) -> Masks:
-    masks = Masks()
-    for eqn in jaxpr.eqns:
-        masks.note(eqn)
-    return masks
-
-
-def _has_mask(
-    cluster: Cluster, is_exact: Predicate, changed: set[Var], masks: Masks
-) -> bool:
+def _has_mask(cluster: Cluster, classes: Classes, changed: set[Var]) -> bool:
     """Whether an exponential is only used times numbers, such as a mask.
 
     JAX keeps the exponential, e^10 on a contrastive loss's diagonal, which its mask
-    leaves out: in one group with it the others were lost (0.5 gradients at 8
-    bits). The derivative is the product.
+    leaves out: in one group with it the others were lost (0.5 gradients at 8 bits).
+    The derivative is the product. Masks that are known are left to `masked.py`, which
+    stores fewer arrays.
 
     Args:
       changed: variables that need a gradient.
-      masks: that are known; `masked.py` is about those, with fewer arrays.
     """
-    if any(masks.masking(eqn) is not None for eqn in cluster.eqns):
-        return False
-    inner = {v for e in cluster.eqns for v in e.outvars} - {*cluster.outs}
-    exponentials = {
-        v
-        for e in cluster.eqns
-        if e.primitive.name in EXPONENTIALS
-        for v in e.outvars
-        if v in inner
-    }
+    inner = {v for eqn in cluster.eqns for v in eqn.outvars} - {*cluster.outs}
+    exponentials = classes.exponentials & inner
+    is_given = lambda v: v not in changed and classes.is_exact(v)
     return any(
         eqn.primitive.name == "mul"
         and not exponentials.isdisjoint(variables_in(eqn.invars))
-        and any(v not in changed and is_exact(v) for v in variables_in(eqn.invars))
+        and any(map(is_given, variables_in(eqn.invars)))
         for eqn in cluster.eqns
-    )
+    ) and all(classes.masks.masking(eqn) is None for eqn in cluster.eqns)
 
 
 def _clusters(jaxpr: Jaxpr, depends: Predicate) -> list[list[int]]:

@@ -63,7 +63,7 @@ def _with_forms(
     depends = lambda v: is_activation(facts, v)
     classes = classify(jaxpr, small, facts, set(filter(depends, jaxpr.invars)))
     jaxpr = with_softmaxes(with_pools(jaxpr, depends), depends, carried)
-    jaxpr = with_cells(jaxpr, classes.is_exact, depends, active)
+    jaxpr = with_cells(jaxpr, classes, depends, active)
 
     def change(eqn: Eqn, inside: Jaxpr) -> Jaxpr:
         inside, _ = flatten(inside, _jit_without_constants)
