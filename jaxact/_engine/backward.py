@@ -136,8 +136,12 @@ def backward_program(
         env = {**replayed, **known}
         if part is not None:
             return part.evaluate(env, cotangents)
-        residuals = [value_of(v, env) for v in plan.forward.residuals]
-        vjp = jax.tree.unflatten(plan.forward.vjp_tree, residuals)
+        forward = plan.forward
+        if forward.vjp_tree is None:
+            whole = UsedPart(plan, forward.backward_program, forward.consts)
+            return whole.evaluate(env, cotangents)
+        residuals = [value_of(v, env) for v in forward.residuals]
+        vjp = jax.tree.unflatten(forward.vjp_tree, residuals)
         return list(vjp(cotangents))
 
     return program

@@ -14,7 +14,7 @@ from jaxact._engine.passes import Passes
 from jaxact._engine.scan import CompressBody, contains_scan, push_into_scans
 from jaxact._engine.storage import Draw, Storage
 from jaxact._flat import Flat, Kind
-from jaxact._form import flattened, plan_bases, rewrite
+from jaxact._form import flattened, plan_bases, rewrite, with_rule_factors
 from jaxact._jaxpr.rewrite import new_variable, with_inputs
 from jaxact._jaxpr.types import Array
 from jaxact._plan.each import plan_each_residual
@@ -112,14 +112,16 @@ def plan_call(
     _keep(plans)
     settings = list(draw.probe.values())
     forward = plans.trace.trace(draw.seed, [*values, *settings])
+    flat = _with_settings(key.flat, settings)
     if plans.latest is None or plans.latest[0] is not forward:
-        read = flattened(forward) if key.policy.chooses_form else forward
+        read = forward
+        if key.policy.chooses_form:
+            read = flattened(with_rule_factors(forward, flat, key.policy))
         plans.latest = forward, _Made(read, tuple(plans.nested))
     _, made = plans.latest
     prefix = prefix if key.policy.reads_paths else ""
     if prefix not in made.by_prefix:
         decide = plan_bases if key.policy.chooses_form else plan_each_residual
-        flat = _with_settings(key.flat, settings)
         plan = decide(made.forward, flat, key.policy, prefix)
         is_checkpointed = key.is_checkpointed
         plan = dataclasses.replace(plan, origin=plans, is_checkpointed=is_checkpointed)

@@ -12,6 +12,9 @@ the traced program, none of which looks at a function's name, keep that and stor
    one bit where the derivative has two values. A max-pool keeps the index in its window
    (`pooling.py`), a softmax its output (`softmax.py`).
 
+   Values that a custom backward rule computes from residuals alone are computed in the
+   forward pass, where that stores no more (`rule_factors.py`).
+
 2. *Classify* (`affine_classes.py`), after it. Values are exact (parameters, row and
    channel statistics (`statistics.py`), masks, integers) or affine, with exact
    coefficients, in a base. For LayerNorm and BatchNorm, xhat = (x - mean) * rstd is
@@ -42,3 +45,4 @@ keeps the same for ReLU alone.
 
 from jaxact._form.bases import flattened as flattened, plan_bases as plan_bases
 from jaxact._form.rewriting import rewrite as rewrite
+from jaxact._form.rule_factors import with_rule_factors as with_rule_factors

@@ -115,7 +115,7 @@ def _parts(jaxpr: Jaxpr, rules: bool) -> Iterator[Hashable]:
 def _params(eqn: Eqn, rules: bool) -> Hashable:
     body = custom_vjp_body(eqn)
     if body is not None:
-        if not rules or _is_compressed_call(body):
+        if not rules or is_compressed_call(body):
             return structure(body, rules)  # the call's rule follows from its mark
     elif _has_rule(eqn):
         return structure(eqn.params["call_jaxpr"], rules)
@@ -163,7 +163,8 @@ def _inputs_with_tangents(eqn: Eqn) -> tuple[list[Any], list[Any]]:
     return primals, tangents
 
 
-def _is_compressed_call(body: ClosedJaxpr) -> bool:
+def is_compressed_call(body: ClosedJaxpr) -> bool:
+    """Whether a custom rule's body is a compressed call's."""
     marks = [e for e in open_jaxpr(body)[0].eqns if e.primitive.name == CALL_MARK]
     return any(mark.params["call"] is not None for mark in marks)
 

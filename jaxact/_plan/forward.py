@@ -70,7 +70,8 @@ class Forward:
       jaxpr, consts: inputs are the rounding seed and the call's values; outputs are the
         call's outputs, then the residuals.
       num_outputs: how many the call has.
-      vjp_tree: rebuilds the backward function from the residuals.
+      vjp_tree: rebuilds the backward function from the residuals; None where these are
+        others than its own.
       backward: the equations of that function.
     """
 

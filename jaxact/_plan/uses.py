@@ -38,7 +38,7 @@ from jaxact._jaxpr.read import (
 from jaxact._jaxpr.types import Atom, ClosedJaxpr, Eqn, Var
 
 # Linear in all floating operands together.
-_LINEAR = (
+LINEAR_IN_ALL = (
     frozenset(
         "add sub neg add_any select_n reduce_sum cumsum reduce_window_sum real imag "
         "conj complex fft dynamic_update_slice scatter scatter-add scatter_add psum "
@@ -50,7 +50,7 @@ _LINEAR = (
     | JOINS
     | SELECTIONS
 )
-_BILINEAR = MATMULS | frozenset(["mul", "ragged_dot", "ragged_dot_general"])
+BILINEAR = MATMULS | frozenset(["mul", "ragged_dot", "ragged_dot_general"])
 # Some elements of the operand times updates. Where two updates may meet at an element
 # it is a product of more, which is not linear in the updates.
 _SCALED = frozenset(["scatter-mul", "scatter_mul"])
@@ -214,9 +214,9 @@ def _settled(v: Var, name: str, result: Value, uses: Uses) -> Value:
 def _elementary(eqn: Eqn, operands: Sequence[Value], uses: Uses) -> Value:
     """The roundings in the results of an equation without a program inside."""
     name, result = eqn.primitive.name, _union(operands)
-    if (name in _LINEAR and not loses_precision(eqn)) or name in _TESTS:
+    if (name in LINEAR_IN_ALL and not loses_precision(eqn)) or name in _TESTS:
         return result
-    if name in _BILINEAR or (name in _SCALED and eqn.params["unique_indices"]):
+    if name in BILINEAR or (name in _SCALED and eqn.params["unique_indices"]):
         overlap = operands[0].bits & operands[-1].bits
         uses.repeated |= overlap
         linear, kinked = result.linear & ~overlap, result.kinked & ~overlap

@@ -182,8 +182,13 @@ class _Sharded:
         return tuple(_sharding(mesh, cut, axes) for axes in self.outputs)
 
     def _cut(self, mesh: Mesh, operands: Sequence[Any]) -> Cut:
-        """Mesh axes over which each named axis is cut, by the first operand."""
-        cut = {}
+        """Mesh axes over which each named axis is cut, by the first operand.
+
+        Where groups would cross a cut, another axis is cut instead: devices exchange
+        their parts of the array, and only packed words are gathered.
+        """
+        cut: Cut = {}
+        left: MeshAxes = ()
         mesh_axes = _mesh_axes(mesh, operands[0])
         for axis, names in zip(self.inputs[0], mesh_axes, strict=True):
             name = _outermost(axis)
@@ -192,7 +197,22 @@ class _Sharded:
             keeps_groups = name == GROUP_AXIS and self._keeps_groups(parts)
             if parts > 1 and (is_whole or keeps_groups):
                 cut[name] = names
-        return cut
+            elif parts > 1:
+                left += names
+        return self._with_other(cut, mesh, left) if left else cut
+
+    def _with_other(self, cut: Cut, mesh: Mesh, names: MeshAxes) -> Cut:
+        """With the leading axis cut too, over these mesh axes, that has most left."""
+        left = {}
+        for axis in self.operation.lead_axes:
+            own = (*cut.get(axis, ()), *names)
+            parts = math.prod(mesh.shape[n] for n in own)
+            if self.operation.sizes[axis] % parts == 0:
+                left[axis] = self.operation.sizes[axis] // parts
+        if not left:
+            return cut
+        axis = max(left, key=left.__getitem__)
+        return cut | {axis: (*cut.get(axis, ()), *names)}
 
     def _keeps_groups(self, count: int) -> bool:
         """Whether a row cut in `count` parts has the whole row's groups."""

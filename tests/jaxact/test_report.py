@@ -223,6 +223,14 @@ def test_what_is_closed_over_is_differentiated_only_by_default():
     assert jaxact.residuals(of_x, X, argnums=0).referenced_bytes == W.nbytes
 
 
+def test_what_a_custom_rule_closes_over_is_not_differentiated():
+    """JAX refuses to, as the rule is for arguments."""
+    rule = jax.custom_vjp(lambda x: x @ W)
+    rule.defvjp(lambda x: (rule(x), None), lambda _, ct: (ct @ W.T,))
+    table = jaxact.residuals(lambda x: jnp.square(rule(x)), X)
+    assert table.stored_bytes == X.shape[0] * W.shape[1] * 4
+
+
 def test_keyword_arguments_are_differentiated_only_by_default():
     of_x = lambda x, *, w: squares(w, x)
     assert jaxact.residuals(of_x, X, w=W).referenced_bytes == W.nbytes + X.nbytes

@@ -159,12 +159,14 @@ def check_eight_devices():
         decode = rotate_back.lower(*operands).compile()
         np.testing.assert_array_equal(decode(*operands)[0], wanted)
         assert not collectives(encode) and not collectives(decode), spec
-    # Finer than groups: still the same words, at the price of a gather.
-    placed = jax.device_put(x, jax.NamedSharding(mesh, jax.P(None, None, "data")))
-    wider = Encode(SHAPE, x.dtype, 2, 128)
-    got = jit(sharded_kernel(wider, "triton", (), H100))(placed, SEED)
+    # Finer than groups: still the same words, which are gathered.
+    placed = jax.device_put(x, jax.NamedSharding(mesh, jax.P(None, "model", "data")))
+    wider = jit(sharded_kernel(Encode(SHAPE, x.dtype, 2, 128), "triton", (), H100))
+    compiled = wider.lower(placed, SEED).compile()
+    words, _ = compiled(placed, SEED)
     wanted = affine.encode(x, SEED, bits=2, group_size=128)
-    np.testing.assert_array_equal(got[0], wanted.words)
+    np.testing.assert_array_equal(words, wanted.words)
+    assert "all-to-all" in collectives(compiled)
     vmaps = ((True, False),)
     call = jit(sharded_kernel(Encode(SHAPE[1:], x.dtype, 2, 64), "triton", vmaps, H100))
     placed = jax.device_put(x, jax.NamedSharding(mesh, SPECS[1]))
@@ -255,6 +257,16 @@ def test_coefficients_stay_where_their_channels_are(spec):
     compiled = compile_on(gpus(AxisType.Auto), encode, *arguments)
     assert not collectives(compiled)
     assert len(re.findall(KERNEL, compiled.as_text())) == 1
+
+
+@needs_target
+def test_of_rows_cut_through_their_groups_only_words_are_gathered():
+    """A width of 768 on two devices. Gathered before, the array was in memory whole."""
+    arguments = [((16, 512, 768), "bfloat16", SPECS[3]), ((), "uint32", jax.P())]
+    encode = lambda x, seed: affine.encode(x, seed, bits=2)
+    text = compile_on(gpus(AxisType.Auto), encode, *arguments).as_text()
+    gathers = re.findall(r"= (.*?) all-gather(?:-start)?\(", text)
+    assert gathers and not any("bf16" in types for types in gathers)
 
 
 @needs_target
