@@ -3,9 +3,13 @@
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental import topologies
+from jax.sharding import AxisType
 
+import jaxact
 from jaxact._memory.targets import TARGETS
 from support.eight_devices import run_on_eight_devices
 from support.gpu_target import needs_target
@@ -79,3 +83,35 @@ def test_eight_gpus_exchange_what_they_do_uncompressed(kind, layout):
         )
     assert exchanges(plain).total() > 0
     assert exchanges(packed) == exchanges(plain)
+
+
+@needs_target
+def test_rows_cut_through_their_groups_take_less_memory():
+    """A hidden layer of 768 on four devices; more than 0.8 where XLA gathered it."""
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=TARGETS["h100"].description, topology="1x1x8"
+    )
+    mesh = jax.sharding.Mesh(
+        np.array(topology.devices).reshape(2, 4),
+        ("data", "model"),
+        axis_types=(AxisType.Auto,) * 2,
+    )
+    array = lambda spec, *shape: jax.ShapeDtypeStruct(
+        shape, jnp.float32, sharding=jax.NamedSharding(mesh, jax.P(*spec))
+    )
+    up, down = array((None, "model"), 512, 768), array(("model",), 768, 512)
+    x = array(("data",), 8, 128, 512)
+
+    def loss(layers, x):
+        for up, down in layers:
+            x = x + jax.nn.gelu(x @ up) @ down
+        return (x**2).mean()
+
+    def temp(loss):
+        traced = jax.jit(jax.grad(loss)).trace([(up, down)] * 4, x)
+        compiled = traced.lower(lowering_platforms=("cuda",)).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    with jax.set_mesh(mesh):
+        packed = temp(jaxact.compress(loss, activations="x"))
+        assert packed < 0.45 * temp(loss)
