@@ -7,6 +7,7 @@ closures over tracers. Values that are not arrays stay the Python values they ar
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias, TypeGuard
 
@@ -190,16 +191,22 @@ _NOT_CONCRETE = (
 
 
 def _make_jaxpr(
-    jitted: Wrapped, arrays: Sequence[Any], names: Sequence[str]
+    jitted: Wrapped, arrays: Sequence[Any], labels: Sequence[str], names: Sequence[str]
 ) -> tuple[Any, Any]:
-    """The program, and its result's tree; `names` of arguments, for messages."""
+    """The program, and its result's tree.
+
+    For messages: the arrays' `labels`, and the `names` of their arguments.
+    """
     try:
         return trace_jitted(jitted, *arrays)
     except _NOT_CONCRETE as error:
+        # JAX knows an array by its number among them alone.
+        found = dict.fromkeys(map(int, re.findall(r"\barrays\[(\d+)]", str(error))))
+        meant = "".join(f"arrays[{i}] is {labels[i]}. " for i in found)
         error.add_note(
-            "jaxact: a compressed call traces the arrays in its arguments, as jax.jit "
-            f"does: {', '.join(names)}. Name an argument whose values must be known, "
-            "such as the shape of another, in static_argnums."
+            f"jaxact: {meant}A compressed call traces the arrays in its arguments, as "
+            f"jax.jit does: {', '.join(names)}. Name an argument whose values must be "
+            "known, such as the shape of another, in static_argnums."
         )
         raise
 
@@ -234,7 +241,8 @@ def trace(
     jitted = jax.jit(on_arrays) if cache is None else cache.find(on_arrays)
     arrays: list[Any] = [leaves[i] for i in dynamic]
     names = dict.fromkeys(describe[owners[i]].label for i in dynamic)
-    closed, result = _make_jaxpr(jitted, arrays, list(names))
+    own_labels = [labels[i] for i in dynamic]
+    closed, result = _make_jaxpr(jitted, arrays, own_labels, list(names))
     _, rest = jax.tree.unflatten(result, range(result.num_leaves))
     if cache is not None:
         cache.keep(on_arrays, jitted)
@@ -246,7 +254,7 @@ def trace(
     flat = Flat(
         jaxpr,
         (closed_over,) * len(consts) + given,
-        numbered(["closed over"] * len(consts) + [labels[i] for i in dynamic]),
+        numbered(["closed over"] * len(consts) + own_labels),
         (-1,) * len(consts) + tuple(owners[i] for i in dynamic),
     )
 

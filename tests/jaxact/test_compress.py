@@ -253,6 +253,15 @@ def test_static_arguments_by_name():
         jaxact.compress(shaped, static_argnums="act")(X, sizes)
 
 
+def test_an_array_whose_value_is_asked_for_has_a_name():
+    """JAX says that the value depends on arrays[2]."""
+    f = lambda params, x: x if x.sum() > 0 else -x
+    params = {"b": jnp.ones(3), "w": W}
+    with pytest.raises(jax.errors.TracerBoolConversionError) as caught:
+        jaxact.compress(f)(params, X)
+    assert "arrays[2] is x. " in caught.value.__notes__[-1]
+
+
 @pytest.mark.parametrize("target", [None, {"w": jnp.ones(3)}, 3, [layer]], ids=type)
 def test_targets_that_are_nothing_to_call(target):
     with pytest.raises(TypeError, match="a function is required") as caught:
