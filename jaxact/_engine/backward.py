@@ -26,6 +26,7 @@ from jaxact._engine.sums import is_in_steps
 from jaxact._engine.unused import UsedPart, used_part
 from jaxact._jaxpr.compat import barrier
 from jaxact._jaxpr.evaluate import in_mesh_of, is_traced, value_of
+from jaxact._jaxpr.read import is_split_explicitly
 from jaxact._jaxpr.types import Dtype, Env, PyTree, Var
 from jaxact._plan.again import again_p
 from jaxact._plan.storage import StoragePlan
@@ -255,9 +256,20 @@ def _restored(plan: StoragePlan, decoded: Sequence[jax.Array], env: Env) -> Env:
 def _residual(v: Var, decoded: jax.Array, plan: StoragePlan, env: Env) -> jax.Array:
     """The residual, given its decoded value: some are stored through a map."""
     if v not in plan.maps:
-        return decoded
+        return _placed(decoded, v)
     with in_mesh_of(decoded):
-        return plan.maps[v].undo(decoded, env, v.aval.dtype)
+        return _placed(plan.maps[v].undo(decoded, env, v.aval.dtype), v)
+
+
+def _placed(x: jax.Array, v: Var) -> jax.Array:
+    """`x` as the variable is split over a mesh with Explicit axes.
+
+    An axis that is cut through its groups is split no longer.
+    """
+    sharding = v.aval.sharding
+    if not is_split_explicitly(v) or jax.typeof(x).sharding == sharding:
+        return x
+    return jax.sharding.reshard(x, sharding)
 
 
 def _instantiate(

@@ -36,10 +36,10 @@ class Masks:
         if inputs and eqn.outvars and not is_literal(inputs[0]):
             self._note_copy(eqn, inputs[0])
         if name in MOVES:
-            is_zero, is_number = self.is_zero(inputs[0]), self._is_number(inputs[0])
+            is_zero, is_number = self._is_zero(inputs[0]), self._is_number(inputs[0])
         else:
             is_and = self.with_gates and name == "and"
-            is_zero = is_and and any(map(self.is_zero, inputs))
+            is_zero = is_and and any(map(self._is_zero, inputs))
             is_number = name == "select_n" and all(map(self._is_number, inputs[1:]))
         if is_zero:
             self.zeros.update(eqn.outvars)
@@ -52,9 +52,9 @@ class Masks:
         pairs: list[tuple[Atom, Atom, bool]] = []
         if name == "select_n" and len(inputs) == 3:
             mask, where_false, where_true = inputs
-            if self.is_zero(where_true):
+            if self._is_zero(where_true):
                 pairs.append((where_false, mask, True))
-            if self.is_zero(where_false):
+            if self._is_zero(where_false):
                 pairs.append((where_true, mask, False))
         elif name == "mul":
             numbers = [x for x in inputs if self._is_number(x)]
@@ -73,10 +73,6 @@ class Masks:
             value = value == its_value
         return mask, value
 
-    def is_zero(self, x: Atom) -> bool:
-        """Whether a value is known to be zeros."""
-        return not x.val if is_literal(x) else x in self.zeros
-
     def _note_copy(self, eqn: Eqn, x: Var) -> None:
         """A mask's inverse, or `mask.astype(int) == 1`, as in a selection's slopes."""
         name, out = eqn.primitive.name, eqn.outvars[0]
@@ -87,6 +83,9 @@ class Masks:
         elif name == "eq" and x in self.integers and is_literal(eqn.invars[1]):
             if eqn.invars[1].val in (0, 1):
                 self.same[out] = self.integers[x], bool(eqn.invars[1].val)
+
+    def _is_zero(self, x: Atom) -> bool:
+        return not x.val if is_literal(x) else x in self.zeros
 
     def _is_number(self, x: Atom) -> bool:
         if is_literal(x):

@@ -15,11 +15,12 @@ import dataclasses
 import functools
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 import jax.numpy as jnp
 
 from jaxact._flat import Flat
+from jaxact._form.derivative import DERIVATIVE_OF
 from jaxact._form.scalings import Scaling, scalings
 from jaxact._jaxpr.compat import custom_vjp_body, with_constants
 from jaxact._jaxpr.flow import fact_of, flow, union
@@ -35,9 +36,12 @@ from jaxact._jaxpr.rewrite import (
     Body,
     flatten,
     inlinable_body,
+    new_equation,
+    new_variable,
     prune,
     rename,
     with_outputs,
+    without_unused,
 )
 from jaxact._jaxpr.structure import is_compressed_call
 from jaxact._jaxpr.types import Array, Eqn, Jaxpr, Renaming, Var
@@ -282,19 +286,16 @@ def _changed(
         eqn.replace(invars=[rename(v, names) for v in eqn.invars])
         for eqn in prune(with_outputs(program, equations, found), found).eqns
     ]
-    known = set(found)
-    late = [
-        products.get(eqn.outvars[0], eqn) if eqn.outvars else eqn
-        for eqn in program.eqns
-        if known.isdisjoint(eqn.outvars)
-    ]
-    late_program = prune(with_outputs(program, late, program.outvars), program.outvars)
+    labelled = _named(forward.jaxpr, added, found)
+    added += labelled.values()
+    late = [_without(eqn, set(found), products) for eqn in program.eqns]
+    late_program = without_unused(with_outputs(program, late, program.outvars))
     read = {*variables_in(program.outvars)}
     read.update(v for eqn in late_program.eqns for v in variables_in(eqn.invars))
     pairs = [
         (v, own) for v, own in dict.fromkeys(forward.residual_pairs) if own in read
     ]
-    pairs += [(v, v) for v in found]
+    pairs += [(labelled[v].outvars[0] if v in labelled else v, v) for v in found]
     outputs = [*forward.jaxpr.outvars[: forward.num_outputs], *(v for v, _ in pairs)]
     jaxpr = with_outputs(forward.jaxpr, [*forward.jaxpr.eqns, *added], outputs)
     new = program.constvars[len(forward.jaxpr.constvars) :]
@@ -310,6 +311,42 @@ def _changed(
             tuple(late_program.outvars),
         ),
     )
+
+
+def _without(eqn: Eqn, known: Set[Var], products: Mapping[Var, Eqn]) -> Eqn:
+    """The equation for the values that are not known: a loop may make others too."""
+    if eqn.outvars and eqn.outvars[0] in products:
+        return products[eqn.outvars[0]]
+    outputs = [new_variable(v.aval) if v in known else v for v in eqn.outvars]
+    return eqn.replace(outvars=outputs)
+
+
+def _named(
+    jaxpr: Jaxpr, added: Sequence[Eqn], factors: Sequence[Var]
+) -> dict[Var, Eqn]:
+    """Equations that name factors after the values which they are made from.
+
+    Rules for those by a `checkpoint_name` find them.
+    """
+    behind: dict[Var, Eqn] = {}
+    for eqn in (*jaxpr.eqns, *added):
+        if eqn.primitive.name == "name":
+            behind[eqn.outvars[0]] = eqn
+    for eqn in added:
+        found = [behind[v] for v in variables_in(eqn.invars) if v in behind]
+        if found:
+            behind.update(dict.fromkeys(eqn.outvars, found[0]))
+    return {
+        v: new_equation(
+            behind[v],
+            behind[v].primitive,
+            [v],
+            [new_variable(v.aval)],
+            behind[v].params | {"name": DERIVATIVE_OF + behind[v].params["name"]},
+        )
+        for v in factors
+        if v in behind and is_float(v)
+    }
 
 
 def _joined(sets: Iterable[int]) -> list[int]:

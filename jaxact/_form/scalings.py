@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import jax
 from jax import lax
 
-from jaxact._form.masks import Masks
 from jaxact._jaxpr.compat import open_jaxpr
 from jaxact._jaxpr.read import is_literal, readers_of, variables_in
 from jaxact._jaxpr.rewrite import new_equation, new_literal, new_variable, rename
@@ -76,11 +75,9 @@ def scalings(jaxpr: Jaxpr, moving: Collection[Var], rounded: set[Var]) -> list[S
       moving: the variables that depend on cotangents.
       rounded: values that are made from residuals which will be rounded.
     """
-    masks, source = Masks(), dict[Var, Var]()
-    parts: dict[Var, list[Eqn]] = {}
+    source, parts = dict[Var, Var](), dict[Var, list[Eqn]]()
     for eqn in jaxpr.eqns:
-        masks.note(eqn)
-        found = _scaled(eqn, moving, source, masks)
+        found = _scaled(eqn, moving, source)
         if found is not None:
             source[eqn.outvars[0]] = found
             parts.setdefault(found, []).append(eqn)
@@ -107,13 +104,12 @@ def scalings(jaxpr: Jaxpr, moving: Collection[Var], rounded: set[Var]) -> list[S
     return [one for one in found if one is not None]
 
 
-def _scaled(
-    eqn: Eqn, moving: Collection[Var], source: Mapping[Var, Var], masks: Masks
-) -> Var | None:
+def _scaled(eqn: Eqn, moving: Collection[Var], source: Mapping[Var, Var]) -> Var | None:
     """The cotangent that an equation's result is scaled from, element by element."""
     name, operands = eqn.primitive.name, eqn.invars
     if name == "select_n":
-        operands = [v for v in operands[1:] if not masks.is_zero(v)]
+        # Not from zeros, which may stand in for elements that are no numbers.
+        operands = operands[1:]
         if not is_literal(eqn.invars[0]) and eqn.invars[0] in moving:
             return None
     elif name == "mul":

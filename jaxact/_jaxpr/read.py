@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex
+from jax.sharding import AxisType
 
 from jaxact._jaxpr.compat import open_jaxpr
 from jaxact._jaxpr.primitives import (
@@ -73,6 +74,11 @@ def is_float(v: Atom) -> bool:
 
 def is_complex(v: Atom) -> bool:
     return jnp.issubdtype(v.aval.dtype, jnp.complexfloating)
+
+
+def is_split_explicitly(v: Atom) -> bool:
+    """Whether its type says how it is split over a mesh."""
+    return AxisType.Explicit in v.aval.sharding.mesh.axis_types
 
 
 def literal_key(v: Atom) -> Hashable:

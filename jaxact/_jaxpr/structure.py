@@ -17,7 +17,12 @@ import numpy as np
 
 from jaxact._jaxpr.compat import CALL_MARK, PROGRAMS, custom_vjp_body, open_jaxpr
 from jaxact._jaxpr.evaluate import bind
-from jaxact._jaxpr.read import is_float, is_literal, literal_key
+from jaxact._jaxpr.read import (
+    is_float,
+    is_literal,
+    is_split_explicitly,
+    literal_key,
+)
 from jaxact._jaxpr.types import Atom, ClosedJaxpr, Eqn, Jaxpr, Var
 
 # Constants up to so many bytes are compared by value, larger ones by identity.
@@ -155,7 +160,13 @@ def _evaluate(eqn: Eqn, *values: Any) -> list[Any]:
 
 def _inputs_with_tangents(eqn: Eqn) -> tuple[list[Any], list[Any]]:
     """An equation's inputs and their tangents, as types."""
-    primals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+    primals = [
+        # A rule may ask for operands that are split alike, over a mesh's Explicit axes.
+        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=v.aval.sharding)
+        if is_split_explicitly(v)
+        else jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)
+        for v in eqn.invars
+    ]
     tangents = [
         x if is_float(v) else jax.ShapeDtypeStruct(x.shape, jax.dtypes.float0)
         for x, v in zip(primals, eqn.invars, strict=True)

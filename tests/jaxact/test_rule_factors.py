@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 import jaxact
 from jaxact import Exact, Policy, Rule
@@ -210,6 +211,12 @@ def test_a_rule_for_parameters_stores_nothing():
         for g in (f, plain)
     ]
     assert stored[0] == stored[1]
+
+
+def test_a_rule_for_the_value_is_for_its_slope():
+    f = lambda x, w1: fast_sigmoid(checkpoint_name(x @ w1, "current"))
+    found = rows(f, X, W1, rules=(Rule(Exact(), name="current"),))
+    assert any(r.why == "rule name=current" and r.shape == (64, 128) for r in found)
 
 
 def test_exact_values_stay_as_they_are():
