@@ -14,7 +14,7 @@ from jaxact._engine.passes import Passes
 from jaxact._engine.scan import CompressBody, contains_scan, push_into_scans
 from jaxact._engine.storage import Draw, Storage
 from jaxact._flat import Flat, Kind
-from jaxact._form import flattened, plan_bases, rewrite, with_rule_factors
+from jaxact._form import flattened, least, plan_bases, rewrite, with_rule_factors
 from jaxact._jaxpr.rewrite import new_variable, with_inputs
 from jaxact._jaxpr.types import Array
 from jaxact._plan.each import plan_each_residual
@@ -66,13 +66,13 @@ class _Made:
     """The plans for one forward program.
 
     Attributes:
-      forward: the program as planners read it.
+      forwards: the program as planners read it, in one way or several.
       nested: decisions for the scans inside.
       by_prefix: passes for each module path on which decisions depend.
       distinct: passes for each distinct plan.
     """
 
-    forward: Forward
+    forwards: tuple[Forward, ...]
     nested: tuple[Decision, ...]
     by_prefix: dict[str, Passes] = dataclasses.field(default_factory=dict)
     distinct: dict[Hashable, Passes] = dataclasses.field(default_factory=dict)
@@ -114,15 +114,16 @@ def plan_call(
     forward = plans.trace.trace(draw.seed, [*values, *settings])
     flat = _with_settings(key.flat, settings)
     if plans.latest is None or plans.latest[0] is not forward:
-        read = forward
+        read = [forward]
         if key.policy.chooses_form:
-            read = flattened(with_rule_factors(forward, flat, key.policy))
-        plans.latest = forward, _Made(read, tuple(plans.nested))
+            read = map(flattened, with_rule_factors(forward, flat, key.policy))
+        plans.latest = forward, _Made(tuple(read), tuple(plans.nested))
     _, made = plans.latest
     prefix = prefix if key.policy.reads_paths else ""
     if prefix not in made.by_prefix:
         decide = plan_bases if key.policy.chooses_form else plan_each_residual
-        plan = decide(made.forward, flat, key.policy, prefix)
+        ways = [decide(read, flat, key.policy, prefix) for read in made.forwards]
+        plan = least(ways)
         is_checkpointed = key.is_checkpointed
         plan = dataclasses.replace(plan, origin=plans, is_checkpointed=is_checkpointed)
         passes = Passes(plan, key.storage)

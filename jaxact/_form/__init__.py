@@ -45,4 +45,7 @@ keeps the same for ReLU alone.
 
 from jaxact._form.bases import flattened as flattened, plan_bases as plan_bases
 from jaxact._form.rewriting import rewrite as rewrite
-from jaxact._form.rule_factors import with_rule_factors as with_rule_factors
+from jaxact._form.rule_factors import (
+    least as least,
+    with_rule_factors as with_rule_factors,
+)

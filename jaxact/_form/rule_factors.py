@@ -47,6 +47,7 @@ from jaxact._jaxpr.structure import is_compressed_call
 from jaxact._jaxpr.types import Array, Eqn, Jaxpr, Renaming, Var
 from jaxact._plan.facts import ACTIVATION, STORED, input_facts, learn
 from jaxact._plan.forward import Backward, Forward
+from jaxact._plan.storage import StoragePlan
 from jaxact._plan.uses import BILINEAR, LINEAR_IN_ALL
 from jaxact._policy import RECOMPUTED_FROM_BITS, Policy
 
@@ -57,14 +58,19 @@ _MOST = 1.25
 _HELD = CHECKPOINTS | {"optimization_barrier"}
 
 
-def with_rule_factors(forward: Forward, flat: Flat, policy: Policy) -> Forward:
+def with_rule_factors(
+    forward: Forward, flat: Flat, policy: Policy
+) -> tuple[Forward, ...]:
     """A forward program with the factors that its custom rules bend residuals to.
+
+    And, second, as it is, which may store less: a factor near a pole stays exact.
+    Without such factors, only as it is.
 
     Args:
       flat: the function that it was traced from.
     """
     if not _has_rule(flat.jaxpr):
-        return forward
+        return (forward,)
     facts = flow(forward.jaxpr, [0, *input_facts(flat)], learn)
     pairs = forward.residual_pairs
     stored = {own for v, own in pairs if fact_of(facts, v) & STORED}
@@ -85,8 +91,17 @@ def with_rule_factors(forward: Forward, flat: Flat, policy: Policy) -> Forward:
     backward = _Program.of(program, late_values, rounded, bits)
     factors, scalings = backward.choose()
     if not factors and not scalings:
-        return forward
-    return _changed(forward, program, constants, backward.early, factors, scalings)
+        return (forward,)
+    return _changed(
+        forward, program, constants, backward.early, factors, scalings
+    ), forward
+
+
+def least(plans: Sequence[StoragePlan]) -> StoragePlan:
+    """The first plan, with factors, unless a later one stores less by far."""
+    first, *others = plans
+    smaller = (p for p in others if _MOST * p.stored_bits < first.stored_bits)
+    return next(smaller, first)
 
 
 def _has_rule(jaxpr: Jaxpr) -> bool:

@@ -210,6 +210,11 @@ class StoragePlan:
         return [v for v, d in self.decisions.items() if not isinstance(d.action, Exact)]
 
     @property
+    def stored_bits(self) -> float:
+        """Bits of all codes and exact values, without scales."""
+        return sum(v.aval.size * _bits(v, d) for v, d in self.decisions.items())
+
+    @property
     def used_rules(self) -> tuple[int, ...]:
         """Indices: the policy's rules that matched a residual."""
         return tuple(sorted({d.rule for d in self.all_decisions if d.rule is not None}))
@@ -285,3 +290,10 @@ class StoragePlan:
     def saved(self) -> list[Var]:
         """The variables that outlive the forward pass."""
         return [*self.decisions, *self.kept]
+
+
+def _bits(v: Var, decision: Decision) -> float:
+    """Bits for an element."""
+    if type(decision.codec) is Bitmask:
+        return 1
+    return decision.codec.bits or 8 * v.aval.dtype.itemsize

@@ -184,6 +184,55 @@ def test_the_mean_of_the_draws():
     assert abs(along.mean() - 1) < 5 * along.std() / np.sqrt(len(along))
 
 
+def test_a_loop_in_a_rule_that_makes_other_values_too():
+    """Of its results one is bent from x; another is from the weights alone."""
+
+    def scanned(x, w):
+        step = lambda w, x: (w, (jnp.tanh(x), jnp.cos(w)))
+        return lax.scan(step, w, x)[1]
+
+    def backward(kept, ct):
+        ys, slopes = scanned(*kept)
+        return ct * (1 - ys**2) * slopes, (ct * ys).sum(0)
+
+    rule = jax.custom_vjp(lambda x, w: jnp.tanh(x) * w[None])
+    rule.defvjp(lambda x, w: (rule(x, w), (x, w)), backward)
+    w = jax.random.normal(KEYS[3], (128,))
+    f = lambda x: rule(x @ W1, w) @ W2
+    for bits, most in (8, 0.02), (4, 0.3):
+        assert gradient_error(f, X, policy=Policy(bits)) < most
+
+
+def test_a_selection_from_zeros_protects_a_row_without_a_norm():
+    """0 / 0 times a slope of zero would be NaN."""
+
+    def normalized(x):
+        n = jnp.linalg.norm(x, axis=-1, keepdims=True)
+        return jnp.where(n > 0, x / jnp.where(n > 0, n, 1), 0)
+
+    def backward(x, ct):
+        n = jnp.linalg.norm(x, axis=-1, keepdims=True)
+        y = x / n
+        along = (ct * y).sum(-1, keepdims=True)
+        return jnp.where(n > 0, (ct - y * along) / n, 0)
+
+    f = network(with_rule(normalized, backward))
+    x = X.at[11].set(0)
+    assert gradient_error(f, x, W1, W2, policy=Policy(4), argnums=(0, 1)) < 0.3
+
+
+def test_a_factor_near_a_pole_takes_no_more_than_the_values():
+    """Exact, as slopes of a quotient are: 34 KiB for both, where a and b take 20.5."""
+    quotient = jax.custom_vjp(lambda a, b: a / b)
+    quotient.defvjp(
+        lambda a, b: (a / b, (a, b)),
+        lambda kept, ct: (ct / kept[1], -ct * kept[0] / kept[1] ** 2),
+    )
+    f = lambda x, w: quotient(x @ w[:, :64], 1e-3 + jax.nn.relu(x @ w[:, 64:]))
+    found = rows(f, X, W1)
+    assert sum(r.stored_bytes for r in found) < 1.4 * 64 * 64 * 4
+
+
 def attention(q, k, v):
     return jax.nn.softmax(q @ k.T / 4) @ v
 
