@@ -126,6 +126,51 @@ def check_auto_axes():
     assert 1e-4 < relative_error(*jax.device_get((packed, plain))) < 0.02
 
 
+@jax.custom_vjp
+def spikes(x):
+    return (x > 0).astype(x.dtype)
+
+
+def _surrogate(x, ct):
+    return (ct / (1 + jnp.square(jnp.pi * x)),)
+
+
+spikes.defvjp(lambda x: (spikes(x), x), _surrogate)
+ACTIVATIONS = {
+    "relu": jax.nn.relu,
+    "relu6": jax.nn.relu6,
+    "where": lambda x: jnp.where(x > 0, x, 0.1 * x),
+    "gelu": jax.nn.gelu,
+    "spikes": spikes,
+}
+
+
+def check_explicit():
+    """Hidden layers that are cut through their groups: masks, slopes, rules' slopes."""
+    mesh = jax.make_mesh((4, 2), ("data", "model"), (AxisType.Explicit,) * 2)
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = (64, 64), (64, 128), (128, 64)
+    arrays = [jax.random.normal(k, s) / 8 for k, s in zip(keys, shapes, strict=True)]
+    specs = P("data"), P(None, "model"), P("model")
+    for name, act in ACTIVATIONS.items():
+
+        def f(x, up, down, act=act):
+            hidden = act(8 * x @ up)
+            return jnp.einsum("bh,ho->bo", hidden, down, out_sharding=P("data"))
+
+        def gradient(f):
+            return jax.jit(jax.grad(lambda *args: jnp.sin(f(*args)).sum(), (0, 1, 2)))
+
+        small = jaxact.compress(f, policy=jaxact.Policy(8), activations="x")
+        with jax.set_mesh(mesh):
+            put = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
+            placed = list(map(put, arrays, specs))
+            plain, packed = gradient(f)(*placed), gradient(small)(*placed)
+            for a, b in zip(packed, plain, strict=True):
+                assert a.sharding.is_equivalent_to(b.sharding, a.ndim), name
+        assert relative_error(*jax.device_get((packed, plain))) < 0.02, name
+
+
 def check_uneven():
     """Sizes that the mesh does not divide, as constraints within a jit allow."""
     rng = np.random.default_rng(0)
@@ -184,6 +229,7 @@ def main(check, *words):
         "network": lambda kind, *name: check_network(AxisType[kind], " ".join(name)),
         "bits": lambda kind: check_bits(AxisType[kind]),
         "auto_axes": check_auto_axes,
+        "explicit": check_explicit,
         "uneven": check_uneven,
         "shard_map": lambda flag: check_shard_map(flag == "checked"),
     }
