@@ -8,6 +8,7 @@ the backward pass costs nothing there, any other is an array to store, so vertic
 eliminated while the number of arrays does not grow.
 """
 
+import collections
 import functools
 import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -101,6 +102,11 @@ def _eliminated(
     edges: Edges, vertices: Sequence[Var], fresh: Iterator[int]
 ) -> tuple[Sequence[Var], float]:
     """Eliminate where no array is added; with the cost at the end."""
+    edges, counts = dict(edges), collections.Counter(_all_arrays(edges))
+    users: dict[Var, dict[Var, None]] = {}
+    for w, slopes in edges.items():
+        for u in slopes:
+            users.setdefault(u, {})[w] = None
     products: dict[tuple[_Array, _Array], int] = {}
 
     def times(a: _Array, b: _Array) -> _Array:
@@ -113,16 +119,33 @@ def _eliminated(
 
     order: list[Var] = []
     for v in vertices:
-        tried = {w: dict(slopes) for w, slopes in edges.items()}
-        eliminate(tried, v, times, plus)
-        if len(_arrays(tried)) <= len(_arrays(edges)):
-            edges = tried
-            order.append(v)
+        # Of a long chain only the neighbours change.
+        own = {w: dict(edges[w]) for w in (v, *users.get(v, ()))}
+        before = collections.Counter(_all_arrays(own))
+        eliminate(own, v, times, plus)
+        change = collections.Counter(_all_arrays(own))
+        change.subtract(before)
+        added = sum(
+            bool(counts[a] + count) - bool(counts[a]) for a, count in change.items()
+        )
+        if added > 0:
+            continue
+        counts.update(change)
+        for u in edges.pop(v):
+            users[u].pop(v)
+            users[u].update(users.get(v, {}))
+        edges |= own
+        order.append(v)
     return order, _cost(_arrays(edges))
 
 
 def _arrays(edges: Edges) -> set[_Array]:
-    return {s for slopes in edges.values() for s in slopes.values()} - {None}
+    return set(_all_arrays(edges))
+
+
+def _all_arrays(edges: Edges) -> list[_Array]:
+    """The arrays of all edges, each as often as it is there."""
+    return [s for slopes in edges.values() for s in slopes.values() if s is not None]
 
 
 def _cost(arrays: set[_Array]) -> float:

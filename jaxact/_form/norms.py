@@ -22,9 +22,10 @@ by each segment's elements. They are gathered again where an array is stored.
 """
 
 import dataclasses
+import functools
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from typing import NamedTuple, TypeAlias
 
 from jaxact._form.intervals import Interval, find_intervals, interval_of
@@ -298,37 +299,39 @@ class Norms:
 
     def _is_gathered(self, v: Var) -> bool:
         """Whether elementwise equations make a value from gathered ones alone."""
-        return self._is_made_of(v, lambda u: self._gathered_from(u) is not None)
+        return v in self._gathered
+
+    @functools.cached_property
+    def _gathered(self) -> Set[Var]:
+        return self._made_of(lambda u: self._gathered_from(u) is not None)
 
     def _is_spread(self, v: Var, shape: Shape) -> bool:
         """Whether elementwise equations make a value from others repeated along axes.
 
         The norms of rows and columns, |a| * |b| + 1e-8; an outer product.
         """
+        return v.aval.shape == shape and v in self._repeated
 
+    @functools.cached_property
+    def _repeated(self) -> Set[Var]:
         def is_repeated(u: Var) -> bool:
             eqn = self.producers[u]
             is_outer = eqn.primitive.name == "dot_general" and not contracts(eqn)
             is_smaller = all(w.aval.size < u.aval.size for w in eqn.invars)
             return is_smaller and (is_outer or keeps_elements(eqn))
 
-        return v.aval.shape == shape and self._is_made_of(v, is_repeated)
+        return self._made_of(is_repeated)
 
-    def _is_made_of(self, v: Var, is_source: Predicate) -> bool:
-        """Whether elementwise equations and moves make a value from sources alone."""
-        todo, seen, has_source = [v], {v}, False
-        while todo:
-            u = todo.pop()
-            eqn = self.producers.get(u)
-            if eqn is None or not (is_source(u) or keeps_elements(eqn)):
-                return False
-            new = [w for w in variables_in(eqn.invars) if w not in seen]
-            if is_source(u):
-                has_source = has_source or bool(new)
-            else:
-                todo += new
-                seen.update(new)
-        return has_source
+    def _made_of(self, is_source: Predicate) -> Set[Var]:
+        """Values that elementwise equations and moves make from sources alone."""
+        has_source: dict[Var, bool] = {}
+        for v, eqn in self.producers.items():  # in the program's order
+            operands = variables_in(eqn.invars)
+            if is_source(v):
+                has_source[v] = bool(operands)
+            elif keeps_elements(eqn) and all(u in has_source for u in operands):
+                has_source[v] = any(has_source[u] for u in operands)
+        return {v for v, has in has_source.items() if has}
 
     def _gathered_from(self, v: Var) -> Var | None:
         """The value whose elements `v` gathers: by indices, or one-hot rows."""

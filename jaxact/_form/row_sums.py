@@ -12,6 +12,7 @@ Scores less their row's maximum have a sum from 1 to the row's length, and need 
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
@@ -28,7 +29,6 @@ from jaxact._jaxpr.primitives import (
 )
 from jaxact._jaxpr.read import (
     contracts,
-    equations_behind,
     is_float,
     is_literal,
     keeps_elements,
@@ -121,18 +121,23 @@ class RowSums:
         shape = eqn.outvars[0].aval.shape
         for v in variables_in(inputs):
             others = [u for u in variables_in(inputs) if u is not v]
-            is_scaled = name == "mul" and any(map(self._has_pole, others))
+            is_scaled = name == "mul" and not self._with_poles.isdisjoint(others)
             is_alike = is_float(v) and v.aval.shape == shape
             if is_alike and not is_scaled and not (name == "div" and others):
                 yield v, degree
 
-    def _has_pole(self, factor: Var) -> bool:
-        """Whether a factor is an inverse, or another function with a pole.
+    @functools.cached_property
+    def _with_poles(self) -> set[Var]:
+        """Inverses, other functions with a pole, and values that are made from these.
 
         The slope of x / size in the size, -x / size^2, has not the size of x.
         """
-        behind = equations_behind(factor, self.producers, keeps_elements)
-        return any(pole_in(eqn)[0] is not None for eqn in behind)
+        found: set[Var] = set()
+        for v, eqn in self.producers.items():  # in the program's order
+            is_behind = not found.isdisjoint(variables_in(eqn.invars))
+            if keeps_elements(eqn) and (is_behind or pole_in(eqn)[0] is not None):
+                found.add(v)
+        return found
 
     def _by_own_sums(self, x: Var) -> Normalized | None:
         """The map by sums over an array itself.
