@@ -40,7 +40,7 @@ def test_a_layout_exchanges_what_it_does_uncompressed(kind, name):
 @pytest.mark.parametrize(
     "check",
     [
-        *("bits Auto", "bits Explicit", "explicit", "uneven"),
+        *("bits Auto", "bits Explicit", "explicit", "cuts", "uneven"),
         pytest.param("auto_axes", marks=pytest.mark.slow),
         *("shard_map checked", "shard_map unchecked"),
     ],

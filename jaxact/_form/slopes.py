@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh
 
 from jaxact._jaxpr.compat import open_jaxpr
 from jaxact._jaxpr.evaluate import bind, traced_at, value_of, varying_alike
@@ -94,7 +95,9 @@ def _scalar_slope(
         f = lambda x: primitive.bind(*scalars[:i], x, *scalars[i + 1 :], **dict(params))
         return jax.jvp(f, (scalars[i],), (np.ones((), dtypes[i]),))[1]
 
-    closed = jax.make_jaxpr(slope)(*[jax.ShapeDtypeStruct((), d) for d in dtypes])
+    # A number in the program would be one of the first call's mesh.
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        closed = jax.make_jaxpr(slope)(*[jax.ShapeDtypeStruct((), d) for d in dtypes])
     jaxpr, consts = open_jaxpr(closed)
     jaxpr, constants = flatten(jaxpr, jit_body)
     simple = all(e.primitive.name in SMOOTH | LINEAR for e in jaxpr.eqns)

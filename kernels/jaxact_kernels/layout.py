@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxact_kernels.explicit import with_whole_groups
 from jaxact_kernels.words import WORD_BITS
 
 
@@ -43,6 +44,9 @@ class Layout:
 
     def split(self, x: jax.Array, fill: float) -> jax.Array:
         """View `x` as `[*lead, num_groups, group]`; padding elements are `fill`."""
+        x = with_whole_groups(
+            x, len(self.lead), self.num_groups, is_padded=self.padding > 0
+        )
         if x.shape != (*self.lead, self.length):
             x = x.reshape(*self.lead, self.length)
         if self.padding:

@@ -171,6 +171,36 @@ def check_explicit():
         assert relative_error(*jax.device_get((packed, plain))) < 0.02, name
 
 
+CUTS = [
+    ((64, 768), P("data", "model")),  # of three groups
+    ((8, 16, 12, 64), P("data", None, "model")),  # heads, in one row with their width
+    ((8, 197, 48), P("data", None, "model")),
+    ((8, 32, 32, 48), P("data", "model")),  # between groups of joined axes
+    ((3, 768), P(None, ("data", "model"))),  # no other axis to cut
+    ((512,), P("model")),
+]
+FORMATS = jaxact.Quantize(8), jaxact.Dithered(8), jaxact.Adaptive(4)
+
+
+def check_cuts():
+    """Groups that a mesh's Explicit axes cut: JAX does not reshape such arrays."""
+    mesh = jax.make_mesh((4, 2), ("data", "model"), (AxisType.Explicit,) * 2)
+    f = lambda x, w: jnp.tanh(jnp.tanh(x) * w)
+    loss = lambda f: lambda x, w: jnp.sin(f(x, w)).sum()
+    for shape, spec in CUTS:
+        x = jax.random.normal(jax.random.key(0), shape)
+        wanted = jax.grad(loss(f))(x, jnp.float32(0.5))
+        with jax.set_mesh(mesh):
+            placed = jax.device_put(x, NamedSharding(mesh, spec))
+            for codec in FORMATS:
+                policy = jaxact.Policy(default=codec)
+                small = jaxact.compress(f, policy=policy, activations="x")
+                found = jax.jit(jax.grad(loss(small)))(placed, jnp.float32(0.5))
+                assert found.sharding.is_equivalent_to(placed.sharding, x.ndim)
+                error = relative_error(*jax.device_get((found, wanted)))
+                assert 0 < error < 0.2, (shape, spec, codec, error)
+
+
 def check_uneven():
     """Sizes that the mesh does not divide, as constraints within a jit allow."""
     rng = np.random.default_rng(0)
@@ -230,6 +260,7 @@ def main(check, *words):
         "bits": lambda kind: check_bits(AxisType[kind]),
         "auto_axes": check_auto_axes,
         "explicit": check_explicit,
+        "cuts": check_cuts,
         "uneven": check_uneven,
         "shard_map": lambda flag: check_shard_map(flag == "checked"),
     }

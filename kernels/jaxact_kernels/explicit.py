@@ -1,0 +1,57 @@
+"""Arrays whose type says how they are split over a mesh: over its Explicit axes.
+
+JAX does not reshape such an array where that would cut it elsewhere, and a cut may go
+through groups: 12 heads of 64 on four devices, a hidden layer of 768.
+"""
+
+import math
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+
+def with_whole_groups(
+    x: jax.Array, num_lead: int, num_groups: int, is_padded: bool
+) -> jax.Array:
+    """`x`, with its axes after the leading ones cut between groups, or not at all.
+
+    A leading axis is cut in place of those, if the devices can share one.
+
+    Args:
+        num_lead: leading axes. The others together are a row.
+        num_groups: in a row.
+        is_padded: whether a row's last group is.
+    """
+    sharding = jax.typeof(x).sharding
+    mesh = sharding.mesh
+    if AxisType.Explicit not in mesh.axis_types:
+        return x
+    spec = [_names(entry) for entry in sharding.spec]
+    lead, row = spec[:num_lead], spec[num_lead:]
+    names = tuple(name for entry in row for name in entry)
+    parts = _parts(mesh, names)
+    is_cut_once = not any(row[1:]) and not is_padded
+    is_between = num_groups % parts == 0 or (num_groups == 1 and len(row) == 1)
+    if parts == 1 or (is_cut_once and is_between):
+        return x
+    left = {
+        i: n // _parts(mesh, (*own, *names))
+        for i, (n, own) in enumerate(zip(x.shape, lead, strict=False))
+        if n % _parts(mesh, (*own, *names)) == 0
+    }
+    if left:
+        axis = max(left, key=left.__getitem__)
+        lead[axis] = (*lead[axis], *names)
+    entries = [entry or None for entry in lead]
+    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*entries)))
+
+
+def _names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The mesh axes that an entry of a specification names."""
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else entry
+
+
+def _parts(mesh: Mesh, names: tuple[str, ...]) -> int:
+    return math.prod(mesh.shape[name] for name in names)
