@@ -141,6 +141,7 @@ ACTIVATIONS = {
     "relu6": jax.nn.relu6,
     "where": lambda x: jnp.where(x > 0, x, 0.1 * x),
     "gelu": jax.nn.gelu,
+    "silu": jax.nn.silu,
     "spikes": spikes,
 }
 
@@ -152,6 +153,9 @@ def check_explicit():
     shapes = (64, 64), (64, 128), (128, 64)
     arrays = [jax.random.normal(k, s) / 8 for k, s in zip(keys, shapes, strict=True)]
     specs = P("data"), P(None, "model"), P("model")
+    # What is remembered of one mesh is not of another.
+    with jax.set_mesh(jax.make_mesh((8,), ("data",), (AxisType.Auto,))):
+        jax.grad(lambda x: jaxact.compress(jax.nn.silu)(x).sum())(arrays[0])
     for name, act in ACTIVATIONS.items():
 
         def f(x, up, down, act=act):
