@@ -21,6 +21,14 @@ SCRIPT = Path(__file__).parent / "support" / "sharded_layouts.py"
 QUICK = {("Auto", "fsdp"), ("Explicit", "sequence")}
 
 
+def eight_gpus():
+    """H100s that are not attached."""
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=TARGETS["h100"].description, topology="1x1x8"
+    )
+    return topology.devices
+
+
 @pytest.mark.parametrize(
     "kind, name",
     [
@@ -64,10 +72,7 @@ def test_eight_devices_give_the_bits_of_one(check):
     ],
 )
 def test_eight_gpus_exchange_what_they_do_uncompressed(kind, layout):
-    topology = topologies.get_topology_desc(
-        platform="cuda", target_config=TARGETS["h100"].description, topology="1x1x8"
-    )
-    mesh = layout.mesh(kind, topology.devices)
+    mesh = layout.mesh(kind, eight_gpus())
     args = jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
         arguments(),
@@ -88,11 +93,8 @@ def test_eight_gpus_exchange_what_they_do_uncompressed(kind, layout):
 @needs_target
 def test_rows_cut_through_their_groups_take_less_memory():
     """A hidden layer of 768 on four devices; more than 0.8 where XLA gathered it."""
-    topology = topologies.get_topology_desc(
-        platform="cuda", target_config=TARGETS["h100"].description, topology="1x1x8"
-    )
     mesh = jax.sharding.Mesh(
-        np.array(topology.devices).reshape(2, 4),
+        np.array(eight_gpus()).reshape(2, 4),
         ("data", "model"),
         axis_types=(AxisType.Auto,) * 2,
     )

@@ -114,10 +114,11 @@ def plan_call(
     forward = plans.trace.trace(draw.seed, [*values, *settings])
     flat = _with_settings(key.flat, settings)
     if plans.latest is None or plans.latest[0] is not forward:
-        read = [forward]
+        read = (forward,)
         if key.policy.chooses_form:
-            read = map(flattened, with_rule_factors(forward, flat, key.policy))
-        plans.latest = forward, _Made(tuple(read), tuple(plans.nested))
+            factored = with_rule_factors(forward, flat, key.policy)
+            read = tuple(map(flattened, factored))
+        plans.latest = forward, _Made(read, tuple(plans.nested))
     _, made = plans.latest
     prefix = prefix if key.policy.reads_paths else ""
     if prefix not in made.by_prefix:

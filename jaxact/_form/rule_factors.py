@@ -129,9 +129,8 @@ class _Program:
       made_from: the residuals behind each value of `early`, and itself.
       bent: those from which something nonlinear was computed on the way.
       masks: for each value of `early` that is computed from masks alone, these.
-      scalings: of cotangents.
-      readers: for each value the late equations that read it: a scaling for those in
-        it, else an equation's id; None where the value is a gradient.
+      readers: for each value the late equations that read it, in order: a scaling for
+        those in it, else an equation's id; None where the value is a gradient.
     """
 
     rounded: Sequence[Var]
@@ -140,8 +139,7 @@ class _Program:
     made_from: Mapping[Var, int]
     bent: Mapping[Var, int]
     masks: Mapping[Var, frozenset[Var]]
-    scalings: list[Scaling]
-    readers: Mapping[Var, set[object]]
+    readers: Mapping[Var, dict[object, None]]
 
     @classmethod
     def of(
@@ -159,48 +157,48 @@ class _Program:
         made_from, bent = _facts(with_outputs(program, early, []), rounded)
         found = scalings(program, moving, {v for v, bits in made_from.items() if bits})
         owners: dict[int, object] = {id(e): s for s in found for e in s.eqns}
-        readers = defaultdict[Var, set[object]](set)
+        readers = defaultdict[Var, dict[object, None]](dict)
         for eqn in late:
             for v in variables_in(eqn.invars):
-                readers[v].add(owners.get(id(eqn), id(eqn)))
+                readers[v][owners.get(id(eqn), id(eqn))] = None
         for v in variables_in(program.outvars):
-            readers[v].add(None)
+            readers[v][None] = None
         masks = _masks(early, made_from)
-        return cls(rounded, bits, early, made_from, bent, masks, found, readers)
+        return cls(rounded, bits, early, made_from, bent, masks, readers)
 
     def choose(self) -> tuple[list[Var], list[Scaling]]:
         """Values of `early` to store, and the scalings to replace by products."""
         factors = [v for v, bits in self.bent.items() if bits and v in self.readers]
-        sets = [self.made_from[v] for v in factors]
-        for one in self.scalings:
-            read = [v for v in factors if one in self.readers[v]]
-            sets.append(_union(self.made_from[v] for v in read))
+        read = dict[Scaling, int]()
+        for v in factors:
+            for one in self._scalings_of(v):
+                read[one] = read.get(one, 0) | self.made_from[v]
+        sets = [*(self.made_from[v] for v in factors), *read.values()]
         chosen = list[Var](), list[Scaling]()
         for group in _joined(sets):
             own = [v for v in factors if self.made_from[v] & group]
-            reading = dict.fromkeys(one for v in own for one in self.readers[v])
-            found = [one for one in reading if isinstance(one, Scaling)]
+            found = dict.fromkeys(one for v in own for one in self._scalings_of(v))
             by_slopes = [one for one in found if self._is_smaller(one, own)]
-            stored = [v for v in own if not self.readers[v] <= set(by_slopes)]
+            stored = [v for v in own if not self.readers[v].keys() <= set(by_slopes)]
             if self._stores_no_more(own, stored, by_slopes):
                 chosen[0].extend(stored)
                 chosen[1].extend(by_slopes)
         return chosen
+
+    def _scalings_of(self, v: Var) -> list[Scaling]:
+        """Those that read a value."""
+        return [one for one in self.readers[v] if isinstance(one, Scaling)]
 
     def _is_smaller(self, scaling: Scaling, bent: Sequence[Var]) -> bool:
         """Whether slopes take less than the factors that only this scaling reads.
 
         Or a cotangent is divided by a bent one, which may be zero once rounded.
         """
-        read = scaling.factors
-        if set(bent).isdisjoint(read):
-            return False
         if not set(bent).isdisjoint(scaling.divisors):
             return True
-        own = [
-            v for v in read if self.made_from.get(v) and self.readers[v] == {scaling}
-        ]
-        return self._size(scaling.results) < self._size(own)
+        own = [v for v in scaling.factors if self.readers[v].keys() == {scaling}]
+        rounded = [v for v in own if self.made_from.get(v)]
+        return self._size(scaling.results) < self._size(rounded)
 
     def _stores_no_more(
         self, bent: Sequence[Var], stored: Sequence[Var], by_slopes: Sequence[Scaling]
@@ -212,7 +210,9 @@ class _Program:
         still = _union(
             residuals
             for v, residuals in self.made_from.items()
-            if v not in gone and v in self.readers and not self.readers[v] <= replaced
+            if v not in gone
+            and v in self.readers
+            and not self.readers[v].keys() <= replaced
         )
         results = [v for one in by_slopes for v in one.results]
         later = self._size([*stored, *results, *self._in(behind & still)])

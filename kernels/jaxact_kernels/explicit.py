@@ -4,10 +4,10 @@ JAX does not reshape such an array where that would cut it elsewhere, and a cut 
 through groups: 12 heads of 64 on four devices, a hidden layer of 768.
 """
 
-import math
-
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jaxact_kernels.cuts import num_parts, with_other
 
 
 def with_whole_groups(
@@ -29,20 +29,14 @@ def with_whole_groups(
     spec = [_names(entry) for entry in sharding.spec]
     lead, row = spec[:num_lead], spec[num_lead:]
     names = tuple(name for entry in row for name in entry)
-    parts = _parts(mesh, names)
+    parts = num_parts(mesh, names)
     is_cut_once = not any(row[1:]) and not is_padded
     is_between = num_groups % parts == 0 or (num_groups == 1 and len(row) == 1)
     if parts == 1 or (is_cut_once and is_between):
         return x
-    left = {
-        i: n // _parts(mesh, (*own, *names))
-        for i, (n, own) in enumerate(zip(x.shape, lead, strict=False))
-        if n % _parts(mesh, (*own, *names)) == 0
-    }
-    if left:
-        axis = max(left, key=left.__getitem__)
-        lead[axis] = (*lead[axis], *names)
-    entries = [entry or None for entry in lead]
+    sizes = dict(enumerate(x.shape[:num_lead]))
+    cut = with_other(dict(enumerate(lead)), sizes, names, mesh)
+    entries = [cut[i] or None for i in range(num_lead)]
     return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*entries)))
 
 
@@ -51,7 +45,3 @@ def _names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
     if entry is None:
         return ()
     return (entry,) if isinstance(entry, str) else entry
-
-
-def _parts(mesh: Mesh, names: tuple[str, ...]) -> int:
-    return math.prod(mesh.shape[name] for name in names)

@@ -8,7 +8,6 @@ its shard, whose groups keep the numbers that they have in the whole array.
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ from jax.extend import core as jex
 from jax.interpreters import mlir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxact_kernels.cuts import MeshAxes, num_parts, with_other
 from jaxact_kernels.device import Device, described
 from jaxact_kernels.numbering import Numbering, box, row_major
 from jaxact_kernels.operation import (
@@ -32,7 +32,6 @@ from jaxact_kernels.operation import (
 )
 
 Kernel = Callable[..., tuple[jax.Array, ...]]
-MeshAxes = tuple[str, ...]
 Cut = dict[str, MeshAxes]  # for each axis that is cut, by name: over which mesh axes
 
 kernel_p = jex.Primitive("packed_operation_kernel")
@@ -192,27 +191,15 @@ class _Sharded:
         mesh_axes = _mesh_axes(mesh, operands[0])
         for axis, names in zip(self.inputs[0], mesh_axes, strict=True):
             name = _outermost(axis)
-            parts = math.prod(mesh.shape[n] for n in names)
+            parts = num_parts(mesh, names)
             is_whole = name.startswith(("vmap", "lead"))
             keeps_groups = name == GROUP_AXIS and self._keeps_groups(parts)
             if parts > 1 and (is_whole or keeps_groups):
                 cut[name] = names
             elif parts > 1:
                 left += names
-        return self._with_other(cut, mesh, left) if left else cut
-
-    def _with_other(self, cut: Cut, mesh: Mesh, names: MeshAxes) -> Cut:
-        """With the leading axis cut too, over these mesh axes, that has most left."""
-        left = {}
-        for axis in self.operation.lead_axes:
-            own = (*cut.get(axis, ()), *names)
-            parts = math.prod(mesh.shape[n] for n in own)
-            if self.operation.sizes[axis] % parts == 0:
-                left[axis] = self.operation.sizes[axis] // parts
-        if not left:
-            return cut
-        axis = max(left, key=left.__getitem__)
-        return cut | {axis: (*cut.get(axis, ()), *names)}
+        lead = {axis: self.operation.sizes[axis] for axis in self.operation.lead_axes}
+        return with_other(cut, lead, left, mesh) if left else cut
 
     def _keeps_groups(self, count: int) -> bool:
         """Whether a row cut in `count` parts has the whole row's groups."""
@@ -227,7 +214,7 @@ class _Sharded:
     def _local(self, mesh: Mesh, cut: Cut) -> Kernel:
         """The function that one device runs."""
         operation = self.operation
-        parts = {k: math.prod(mesh.shape[a] for a in names) for k, names in cut.items()}
+        parts = {k: num_parts(mesh, names) for k, names in cut.items()}
         names = map(_outermost, operation.unpacked_axes)
         dims = zip(names, operation.shape, strict=True)
         local = operation.at(tuple(-(-size // parts.get(k, 1)) for k, size in dims))
