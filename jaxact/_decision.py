@@ -30,6 +30,7 @@ class Reason(enum.Enum):
     COMPLEMENT = "a number less a sum of it is near a pole, as 1 / (1 - |u|^2)"
     UNLIKE_ROWS = "something is divided by sums of it, which may have any size"
     NEAR_POLE = "it, or what divides it, is near a pole (of a logarithm, a root, 1 / x)"
+    RETURNED = "returned, above zero: a loss outside may take its logarithm or inverse"
     BEFORE_POLE = (
         "a slope near a pole, or with an exponential, is computed from it, and "
         "multiplied again"

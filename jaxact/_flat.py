@@ -4,13 +4,15 @@ import dataclasses
 import enum
 import functools
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from jaxact._jaxpr.evaluate import evaluate
 from jaxact._jaxpr.labels import with_labels, without_scope
+from jaxact._jaxpr.links import Links
+from jaxact._jaxpr.read import variables_in
 from jaxact._jaxpr.structure import open_structure
-from jaxact._jaxpr.types import Array, Jaxpr, Var
+from jaxact._jaxpr.types import Array, Atom, Jaxpr, Var
 
 
 class Kind(enum.Enum):
@@ -32,6 +34,7 @@ class Flat:
       owners: each input's argument, as its number in the call; -1 if closed over.
       carried: in a scan's body, each input that is an output of the step before, and
         that output, as numbers.
+      returned: numbers of the outputs that leave the call; None: all do.
       unlabelled: the function whose `labelled` this is.
     """
 
@@ -40,6 +43,7 @@ class Flat:
     paths: tuple[str, ...]
     owners: tuple[int, ...]
     carried: tuple[tuple[int, int], ...] = ()
+    returned: tuple[int, ...] | None = None
     unlabelled: "Flat | None" = dataclasses.field(
         default=None, init=False, compare=False, repr=False
     )
@@ -62,7 +66,8 @@ class Flat:
         if self.unlabelled is not None:  # labels follow from the program
             return self.unlabelled.first_alike.labelled
         structure = open_structure(self.jaxpr)
-        key = structure, self.kinds, self.paths, self.owners, self.carried
+        links = self.carried, self.returned
+        key = structure, self.kinds, self.paths, self.owners, links
         return _traced.setdefault(key, self)
 
     @functools.cached_property
@@ -71,6 +76,16 @@ class Flat:
         labelled = dataclasses.replace(self, jaxpr=with_labels(self.jaxpr))
         object.__setattr__(labelled, "unlabelled", self)
         return labelled
+
+    def links(self, inputs: Sequence[Var], outputs: Sequence[Atom]) -> Links:
+        """Where outputs go, in a program made from this one.
+
+        Args:
+          inputs, outputs: that program's, for this one's.
+        """
+        carried = {inputs[i]: outputs[o] for i, o in self.carried}
+        numbers = range(len(outputs)) if self.returned is None else self.returned
+        return Links(carried, variables_in([outputs[o] for o in numbers]))
 
     def inside(self, scope: str) -> "Flat | None":
         """The function that is evaluated in a scope; None if parts of it are not."""

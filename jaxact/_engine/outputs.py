@@ -64,4 +64,5 @@ def select_outputs(flat: Flat, numbers: Sequence[int]) -> Flat:
     jaxpr = prune(flat.jaxpr, selected, effects=0 in numbers)
     places = {output: i for i, output in enumerate(numbers)}
     carried = tuple((v, places[o]) for v, o in flat.carried if o in places)
-    return dataclasses.replace(flat, jaxpr=jaxpr, carried=carried)
+    returned = flat.returned and tuple(places[o] for o in flat.returned if o in places)
+    return dataclasses.replace(flat, jaxpr=jaxpr, carried=carried, returned=returned)

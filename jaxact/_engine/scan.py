@@ -146,6 +146,7 @@ def _scan(
         (*numbered(["closed over"] * len(body_consts)), *scan_inputs(eqn)),
         tuple(range(len(body_consts) + len(values))),
         tuple((first + i, i) for i in range(num_carry)),
+        tuple(range(num_carry, len(body.outvars))),
     )
     scope = module_path(eqn.source_info.name_stack)
 

@@ -142,7 +142,7 @@ def _bases(reading: Reading) -> _Bases:
         return Chooser(jaxpr, classes.with_exact(stored_inside), producers)
 
     chooser = chooser_with(())
-    reasons = ill_conditioned(chooser, reading.facts, reading.leaves, reading.carried)
+    reasons = ill_conditioned(chooser, reading.facts, reading.leaves, reading.links)
     spared = {
         v: reason
         for v, reason in reasons.items()

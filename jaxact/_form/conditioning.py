@@ -1,6 +1,6 @@
 """Values whose rounding a program magnifies, so that they stay exact."""
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Sequence, Set
 
 from jaxact._decision import Reason
 from jaxact._form.affine_classes import Classes, classify
@@ -8,10 +8,17 @@ from jaxact._form.chooser import Chooser
 from jaxact._form.complements import bases_in_complements
 from jaxact._form.factors import bases_of_factors
 from jaxact._form.inside import Inside, insides, scan_bodies
-from jaxact._form.poles import bases_near_poles, sources_behind, sources_of
+from jaxact._form.poles import (
+    bases_near_poles,
+    bases_returned,
+    sources_behind,
+    sources_of,
+)
+from jaxact._form.returned import unclipped
 from jaxact._form.short_norms import bases_in_short_norms
 from jaxact._form.unlike_rows import bases_in_unlike_rows
 from jaxact._jaxpr.flow import Facts, fact_of
+from jaxact._jaxpr.links import Links
 from jaxact._jaxpr.types import Atom, Var
 
 
@@ -19,19 +26,21 @@ def ill_conditioned(
     chooser: Chooser,
     facts: Facts,
     needed: Sequence[Atom],
-    carried: Mapping[Var, Atom],
+    links: Links,
 ) -> dict[Var, Reason]:
-    """Bases near a pole, also by their sum; in short norms; from factors; with unlike
-    rows; also inside.
+    """Bases near a pole, also by their sum or outside; in short norms; from factors;
+    with unlike rows; also inside.
 
     Args:
       facts: which variables are made from more than parameters.
       needed: values that the backward pass reads.
-      carried: in a scan's body, the output of the step before that an input is.
+      links: the program's.
     """
     jaxpr, classes, producers = chooser.jaxpr, chooser.classes, chooser.producers
-    near = bases_near_poles(jaxpr, classes, carried)
-    reasons = dict.fromkeys(near, Reason.NEAR_POLE)
+    near = bases_near_poles(jaxpr, classes, links.carried)
+    returned = bases_returned(jaxpr, classes, producers, links.results)
+    reasons = dict.fromkeys(returned, Reason.RETURNED)
+    reasons |= dict.fromkeys(near, Reason.NEAR_POLE)
     short = bases_in_short_norms(jaxpr, classes, producers)
     reasons |= dict.fromkeys(short, Reason.SHORT_NORM)
     complements = bases_in_complements(jaxpr, classes, producers)
@@ -41,24 +50,32 @@ def ill_conditioned(
     unlike = bases_in_unlike_rows(chooser, needed, reasons)
     reasons |= dict.fromkeys(unlike, Reason.UNLIKE_ROWS)
     read = set(chooser.bases(needed))
+    leaving = unclipped(links.results, producers)
     for inside in insides(jaxpr, facts):
-        own, found = _found_inside(inside)
+        own, found = _found_inside(inside, leaving)
         reasons |= _operands(inside, found, classes, read)
         reasons |= _outputs(inside, found, own)
     for body in scan_bodies(jaxpr, facts):
-        own, found = _found_inside(body)
+        own, found = _found_inside(body, ())  # its own plan knows those
         known = _inputs_behind(body, found, own)
         carry = {output: known[v] for v, output in body.outputs if v in known}
         reasons |= _operands(body, known, classes, read) | carry
     return reasons
 
 
-def _found_inside(inside: Inside) -> tuple[Chooser, dict[Var, Reason]]:
-    """The classes in a program inside, and such bases there."""
+def _found_inside(
+    inside: Inside, leaving: Collection[Var]
+) -> tuple[Chooser, dict[Var, Reason]]:
+    """The classes in a program inside, and such bases there.
+
+    Args:
+      leaving: outputs of the equation that leave the call.
+    """
     program, facts = inside.program, inside.facts
     producers = {v: eqn for eqn in program.eqns for v in eqn.outvars}
     own = Chooser(program, classify(program, 0, facts, _inputs(inside)), producers)
-    return own, ill_conditioned(own, facts, program.outvars, {})
+    links = Links(results=[v for v, output in inside.outputs if output in leaving])
+    return own, ill_conditioned(own, facts, program.outvars, links)
 
 
 def _inputs(inside: Inside) -> set[Var]:

@@ -12,8 +12,9 @@ from typing import TypeAlias
 import numpy as np
 
 from jaxact._form.maxima import is_at_most
-from jaxact._jaxpr.primitives import JOINS, MOVES, SCATTERS, SELECTIONS
-from jaxact._jaxpr.read import is_literal
+from jaxact._jaxpr.compat import custom_vjp_body, open_jaxpr, scan_counts
+from jaxact._jaxpr.primitives import JOINS, MOVES, SCATTERS, SELECTIONS, TRANSPARENT
+from jaxact._jaxpr.read import call_body, is_literal
 from jaxact._jaxpr.types import Atom, Eqn, Jaxpr, Producers, Var
 
 Interval: TypeAlias = tuple[float, float]
@@ -34,12 +35,19 @@ _COMPARISONS = frozenset("gt ge lt le".split())
 _EXTREMES = frozenset("reduce_max reduce_min cummax cummin sort top_k".split())
 
 
-def find_intervals(jaxpr: Jaxpr) -> dict[Var, Interval]:
-    """An interval for each computed variable that has one shorter than the reals."""
-    intervals: dict[Var, Interval] = {}
+def find_intervals(
+    jaxpr: Jaxpr, inputs: Sequence[Interval] = ()
+) -> dict[Var, Interval]:
+    """An interval for each computed variable that has one shorter than the reals.
+
+    Args:
+      inputs: intervals of the program's, if anything is known of them.
+    """
+    intervals: dict[Var, Interval] = dict(zip(jaxpr.invars, inputs, strict=False))
     producers: Producers = {}
     for eqn in jaxpr.eqns:
         producers.update(dict.fromkeys(eqn.outvars, eqn))
+        intervals.update(_from_inside(eqn, intervals))
         # The others that sort and top_k have are indices.
         parts = eqn.outvars if eqn.primitive.name in SELECTIONS else eqn.outvars[:1]
         if parts == eqn.outvars or eqn.primitive.name in _EXTREMES:
@@ -49,6 +57,8 @@ def find_intervals(jaxpr: Jaxpr) -> dict[Var, Interval]:
             interval = _result(eqn, operands)
             if _is_up_to_zero(eqn, producers):
                 interval = _both(interval, (-math.inf, 0.0))
+            if _is_share(eqn, producers) and operands[0][0] >= 0:
+                interval = _both(interval, (0.0, 1.0))
             if interval != REALS:
                 intervals.update(dict.fromkeys(parts, interval))
     return intervals
@@ -89,12 +99,42 @@ def _result(eqn: Eqn, operands: Sequence[Interval]) -> Interval:
     return REALS if function is None else function(*operands)
 
 
+def _from_inside(eqn: Eqn, intervals: Mapping[Var, Interval]) -> dict[Var, Interval]:
+    """Of results from functions with rules, stacks from scans, copies from barriers."""
+    given, own = [interval_of(v, intervals) for v in eqn.invars], []
+    body, first = call_body(eqn) or custom_vjp_body(eqn), 0
+    if eqn.primitive.name == "scan":
+        body, first, given = eqn.params["jaxpr"], scan_counts(eqn)[1], []
+    if eqn.primitive.name in TRANSPARENT:
+        own = given
+    elif body is not None:
+        program, _ = open_jaxpr(body)
+        inside = find_intervals(program, given)
+        own = [interval_of(v, inside) for v in program.outvars[first:]]
+    pairs = zip(eqn.outvars[first:], own, strict=False)
+    return {v: interval for v, interval in pairs if interval != REALS}
+
+
 def _is_up_to_zero(eqn: Eqn, producers: Producers) -> bool:
     """Whether it subtracts a maximum: x - max(x)."""
     if eqn.primitive.name != "sub":
         return False
     x, y = eqn.invars
     return is_at_most(x, y, producers)
+
+
+def _is_share(eqn: Eqn, producers: Producers) -> bool:
+    """Whether it divides by a sum of what it divides: a softmax."""
+    if eqn.primitive.name != "div":
+        return False
+    divisor = eqn.invars[1]
+    while not is_literal(divisor) and (made := producers.get(divisor)) is not None:
+        if made.primitive.name == "reduce_sum":
+            return made.invars[0] is eqn.invars[0]
+        if made.primitive.name not in MOVES:
+            return False
+        divisor = made.invars[0]
+    return False
 
 
 def _selected(

@@ -20,6 +20,8 @@ from jaxact._jaxpr.types import Atom, Eqn, Jaxpr, Producers, Var
 MARGIN = 0.1
 # Those among them that are not large there themselves; their slopes are.
 SMALL_NEAR_POLES = frozenset("log log2 log1p sqrt cbrt acosh".split())
+# Elements of a sum that is small where these are, and not by its size alone.
+_FEW = 64
 # Functions with a slope that vanishes where they are zero, or end.
 _FLAT = EXPONENTIALS | frozenset(
     "expm1 log1p logistic tanh erf erfc square integer_pow sin cos".split()
@@ -75,16 +77,16 @@ class Arguments:
                 todo += [pair for pair in before if pair not in seen]
                 seen.update(before)
             eqn = self._producers.get(v)
-            if eqn is None or _is_square(eqn):
+            if eqn is None or is_square(eqn):
                 continue
             name, inputs = eqn.primitive.name, variables_in(eqn.invars)
             if name == "reduce_sum" and with_sums:
-                is_sum = True
+                is_sum = is_sum or not adds_few(eqn)
             elif name == "sort":
                 inputs = variables_in([eqn.invars[eqn.outvars.index(v)]])
             elif name in _CHOICES:
                 inputs, is_sum = inputs[:1], False
-            elif not _is_scaling(eqn):
+            elif not is_scaling(eqn):
                 continue
             is_sum = is_sum and name not in ("mul", "select_n")
             new = [(u, is_sum) for u in inputs if (u, is_sum) not in seen]
@@ -101,7 +103,7 @@ class Arguments:
         return [
             v
             for numerator in self.numerators
-            for eqn in equations_behind(numerator, self._producers, _is_scaling)
+            for eqn in equations_behind(numerator, self._producers, is_scaling)
             if eqn.primitive.name in _CHOICES
             for v in eqn.outvars
         ]
@@ -118,7 +120,7 @@ class Arguments:
             for v in self.divisors
             if any(
                 eqn.primitive.name == "gather"
-                for eqn in equations_behind(v, self._producers, _is_scaling)
+                for eqn in equations_behind(v, self._producers, is_scaling)
             )
         ]
 
@@ -128,9 +130,7 @@ class Arguments:
         That of sigmoid(z)[label] is p (1 - p).
         """
         behind = self.behind(with_sums=False)
-        flat = (
-            e for e in self.jaxpr.eqns if e.primitive.name in _FLAT or _is_square(e)
-        )
+        flat = (e for e in self.jaxpr.eqns if e.primitive.name in _FLAT or is_square(e))
         return {v for eqn in flat for v in behind.intersection(eqn.outvars)}
 
 
@@ -166,7 +166,8 @@ def _is_guard(eqn: Eqn, intervals: Mapping[Var, Interval]) -> bool:
     return eqn.primitive.name == "add" and is_small
 
 
-def _is_scaling(eqn: Eqn) -> bool:
+def is_scaling(eqn: Eqn) -> bool:
+    """Whether results are operands scaled, selected or added."""
     name = eqn.primitive.name
     return name in SUMS | _CHOICES | {"mul", "div"}
 
@@ -189,5 +190,11 @@ def _is_power(exponent: Atom) -> bool:
     return is_literal(exponent) and exponent.val in (0, 1, 2, 3, 4)
 
 
-def _is_square(eqn: Eqn) -> bool:
+def adds_few(eqn: Eqn) -> bool:
+    """Whether each result is a sum of a few elements: an ensemble's probabilities."""
+    return eqn.invars[0].aval.size <= _FEW * eqn.outvars[0].aval.size
+
+
+def is_square(eqn: Eqn) -> bool:
+    """Whether it multiplies a value with itself."""
     return eqn.primitive.name == "mul" and eqn.invars[0] is eqn.invars[1]

@@ -6,14 +6,19 @@ times its own size in noise, and `rel_entr(p, softmax(z))` 837 times. With the a
 exact both factors cancel as they do without rounding.
 """
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 
 from jaxact._form.affine_classes import Classes
-from jaxact._form.pole_arguments import arguments_near_poles
-from jaxact._jaxpr.primitives import CHEAP
-from jaxact._jaxpr.read import variables_in
-from jaxact._jaxpr.types import Atom, Jaxpr, Producers, Var
+from jaxact._form.pole_arguments import arguments_near_poles, is_square
+from jaxact._form.returned import values_returned
+from jaxact._jaxpr.primitives import CHEAP, EXPONENTIALS
+from jaxact._jaxpr.read import call_body, is_literal, names_inside, variables_in
+from jaxact._jaxpr.types import Atom, Eqn, Jaxpr, Producers, Var
 
+# Functions whose slope vanishes where they come near zero, as a function of the result,
+# and those whose slope a rounded result does not give: softplus(x), elu(x) + 1.
+_SLOPE_BY_RESULT = EXPONENTIALS | {"logistic"}
+_SLOPES = _SLOPE_BY_RESULT | frozenset("log log1p expm1 erfc".split())
 # Elements of sources for each of an argument's: log(x^2 + y^2).
 _MORE = 2
 
@@ -37,6 +42,51 @@ def bases_near_poles(
     states = [v for v, before in carried.items() if before in masked]
     found = (*arguments.bounded, *arguments.selected(), *flat, *masked, *states)
     return {classes.whole_base(v) for v in found if not classes.is_exact(v)}
+
+
+def bases_returned(
+    jaxpr: Jaxpr, classes: Classes, producers: Producers, results: Sequence[Var]
+) -> set[Var]:
+    """Bases of values above zero that are returned, or that give their slopes.
+
+    A function outside may have a pole in them. XLA holds outputs once for all readers.
+    Of squares, those that a number is added to: a deviation z^2 + 1e-4.
+
+    Args:
+      results: the call's.
+    """
+    returned = values_returned(jaxpr, results)
+    raised = _raised(jaxpr)
+    found = returned.intersection(classes.softmaxes)
+    for eqn in jaxpr.eqns:
+        outputs = returned.intersection(eqn.outvars)
+        names = names_inside(eqn) if outputs else frozenset()
+        has_rule = call_body(eqn) is not None
+        if has_rule:  # whose slopes are of its results or operands
+            outputs = outputs.union(variables_in(eqn.invars))
+        elif not _SLOPE_BY_RESULT.isdisjoint(names):
+            found |= outputs.difference(classes.softmaxes.values())
+            continue
+        is_raised = _is_even(eqn, producers) and not outputs.isdisjoint(raised)
+        if is_raised or not _SLOPES.isdisjoint(names):
+            found = found.union(*(sources_of(v, classes, producers) for v in outputs))
+    return {classes.whole_base(v) for v in found if not classes.is_exact(v)}
+
+
+def _raised(jaxpr: Jaxpr) -> set[Var]:
+    """Values that a number is added to."""
+    sums = (eqn.invars for eqn in jaxpr.eqns if eqn.primitive.name == "add")
+    return {v for s in sums if any(map(is_literal, s)) for v in variables_in(s)}
+
+
+def _is_even(eqn: Eqn, producers: Producers) -> bool:
+    """Whether it squares a value that is no ReLU: that is an activation."""
+    name = eqn.primitive.name
+    is_power = name == "square" or (name == "integer_pow" and eqn.params["y"] == 2)
+    if not (is_power or is_square(eqn)):
+        return False
+    makers = [producers[v] for v in variables_in(eqn.invars) if v in producers]
+    return all(maker.primitive.name != "max" for maker in makers)
 
 
 def sources_of(

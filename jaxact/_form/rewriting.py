@@ -1,7 +1,7 @@
 """Rewrite a program so that its derivative keeps little."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 from jaxact._flat import Flat, Kind
@@ -10,10 +10,11 @@ from jaxact._form.cells import with_cells
 from jaxact._form.pooling import with_pools
 from jaxact._form.softmax import with_softmaxes
 from jaxact._jaxpr.flow import Facts, fact_of, facts_inside, flow
+from jaxact._jaxpr.links import NO_LINKS, Links
 from jaxact._jaxpr.primitives import MOVES
 from jaxact._jaxpr.read import is_float
 from jaxact._jaxpr.rewrite import Body, flatten, jit_body, with_held_programs
-from jaxact._jaxpr.types import Array, Atom, Eqn, Jaxpr, Predicate, Var
+from jaxact._jaxpr.types import Array, Eqn, Jaxpr, Predicate, Var
 from jaxact._plan.facts import ACTIVATION, input_facts, is_activation, learn
 from jaxact._policy import small_size
 
@@ -36,8 +37,8 @@ def rewrite(
     known = flow(jaxpr, input_facts(flattened), learn)
     facts = {v: ACTIVATION for v, fact in known.items() if fact}
     small = small_size(_sizes(jaxpr, lambda v: is_activation(facts, v)))
-    carried = {flat.invars[i]: jaxpr.outvars[output] for i, output in flat.carried}
-    jaxpr = _with_forms(jaxpr, facts, small, carried, active)
+    links = flat.links(flat.invars, jaxpr.outvars)
+    jaxpr = _with_forms(jaxpr, facts, small, links, active)
 
     def with_constants(values: Sequence[Array]) -> list[Any]:
         return [*values[:num_consts], *constants, *values[num_consts:]]
@@ -49,7 +50,7 @@ def _with_forms(
     jaxpr: Jaxpr,
     facts: Facts,
     small: int,
-    carried: Mapping[Var, Atom],
+    links: Links,
     active: Collection[Var],
 ) -> Jaxpr:
     """`jaxpr` with cells, pools and softmaxes, also inside its equations.
@@ -57,19 +58,19 @@ def _with_forms(
     Args:
       facts: which variables are made from possible activations.
       small: the most elements of a small value.
-      carried: in a scan's body, the output of the step before that an input is.
+      links: the program's.
       active: inputs that are differentiated.
     """
     depends = lambda v: is_activation(facts, v)
     classes = classify(jaxpr, small, facts, set(filter(depends, jaxpr.invars)))
-    jaxpr = with_softmaxes(with_pools(jaxpr, depends), depends, carried)
+    jaxpr = with_softmaxes(with_pools(jaxpr, depends), depends, links)
     jaxpr = with_cells(jaxpr, classes, depends, active)
 
     def change(eqn: Eqn, inside: Jaxpr) -> Jaxpr:
         inside, _ = flatten(inside, _jit_without_constants)
         given = facts_inside(eqn, [fact_of(facts, v) for v in eqn.invars])
         floats = filter(is_float, (*inside.constvars, *inside.invars))
-        return _with_forms(inside, flow(inside, given), small, {}, [*floats])
+        return _with_forms(inside, flow(inside, given), small, NO_LINKS, [*floats])
 
     return with_held_programs(jaxpr, change)
 
@@ -86,6 +87,7 @@ def _with_constants(flat: Flat, jaxpr: Jaxpr, position: int, count: int) -> Flat
         insert(flat.paths, "closed over"),
         insert(flat.owners, -1),
         tuple((i + count * (i >= position), output) for i, output in flat.carried),
+        flat.returned,
     )
 
 

@@ -11,7 +11,7 @@ skewed like it.
 """
 
 import functools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,10 @@ from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
 
 from jaxact._form.pole_arguments import arguments_near_poles
+from jaxact._form.returned import values_returned
 from jaxact._form.statistics import contracted_in
 from jaxact._jaxpr.evaluate import bind, traced_at, value_of
+from jaxact._jaxpr.links import Links
 from jaxact._jaxpr.primitives import CASTS, POLES
 from jaxact._jaxpr.read import (
     is_literal,
@@ -146,9 +148,7 @@ def _puts_back(eqns: Sequence[Eqn], axes: Sequence[int], whole: Var) -> bool:
     return eqns[-1].outvars[0].aval.shape in (single, shape)
 
 
-def with_softmaxes(
-    jaxpr: Jaxpr, depends: Predicate, carried: Mapping[Var, Atom]
-) -> Jaxpr:
+def with_softmaxes(jaxpr: Jaxpr, depends: Predicate, links: Links) -> Jaxpr:
     """`jaxpr` with one equation for every softmax that is differentiated.
 
     Its derivative takes the cotangent's mean off, but for two kinds. Attention, whose
@@ -159,14 +159,15 @@ def with_softmaxes(
     in a row's sum.
 
     Args:
-      carried: in a scan's body, the output of the step before that an input is.
+      links: the program's.
     """
     found = {id(s.eqns[-1]): s for s in softmaxes(jaxpr) if depends(s.output)}
     if not found:
         return jaxpr
     inside = {id(eqn) for s in found.values() for eqn in s.eqns[:-1]}
     plain = contracted_in(jaxpr) | _read_by_poles(jaxpr)
-    plain |= arguments_near_poles(jaxpr, carried).behind(with_sums=True)
+    plain |= arguments_near_poles(jaxpr, links.carried).behind(with_sums=True)
+    plain |= values_returned(jaxpr, links.results)
     narrow = narrowed(jaxpr, jaxpr.outvars)
     eqns = []
     for eqn in jaxpr.eqns:

@@ -5,7 +5,7 @@ A planner reads the program (`read_forward`), decides about the values it wants 
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,9 @@ from jaxact._codec import Exact, Recompute
 from jaxact._decision import Decision, Reason
 from jaxact._flat import Flat
 from jaxact._jaxpr.flow import Facts, fact_of, flow
+from jaxact._jaxpr.links import Links
 from jaxact._jaxpr.read import variables_in
-from jaxact._jaxpr.types import Atom, Producers, Var
+from jaxact._jaxpr.types import Producers, Var
 from jaxact._plan.facts import ACTIVATION, STORED, input_facts, is_activation, learn
 from jaxact._plan.forward import Forward
 from jaxact._plan.storage import Normalized, Replay, StoragePlan
@@ -31,7 +32,7 @@ class Reading:
       facts: about each variable; see `facts.py`.
       inputs: the variables that are given to the program.
       producers: the equation that computes each other variable.
-      carried: in a scan's body, the output of the step before that an input is.
+      links: the program's.
       leaves: the distinct variables among the residuals.
       small_size: the most elements that a small activation among `leaves` has.
       provenance: tells where a variable comes from, inside the call.
@@ -43,7 +44,7 @@ class Reading:
     facts: Facts
     inputs: frozenset[Var]
     producers: Producers
-    carried: Mapping[Var, Atom]
+    links: Links
     leaves: tuple[Var, ...]
     small_size: int
     provenance: Provenance
@@ -78,7 +79,7 @@ def read_forward(forward: Forward, flat: Flat, policy: Policy, prefix: str) -> R
         facts,
         frozenset([*jaxpr.invars, *jaxpr.constvars]),
         provenance.producers(jaxpr),
-        {jaxpr.invars[1 + i]: jaxpr.outvars[output] for i, output in flat.carried},
+        flat.links(jaxpr.invars[1:], jaxpr.outvars[: forward.num_outputs]),
         leaves,
         small_size(sizes),
         provenance,

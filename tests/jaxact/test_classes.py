@@ -323,8 +323,8 @@ def test_recomputing_is_biased_where_it_is_nonlinear():
 
 ALONE = {
     "mean of heads": lambda x: jnp.sin(x.reshape(T, -1, 4).mean(-1)),
-    "scores": lambda x: jnp.exp((x[:, None] * x[None]).sum(-1) / 8),
-    "distances": lambda x: jnp.exp(-((x[:, None] - x[None]) ** 2).sum(-1) / 64),
+    "scores": lambda x: -jnp.exp((x[:, None] * x[None]).sum(-1) / 8),
+    "distances": lambda x: -jnp.exp(-((x[:, None] - x[None]) ** 2).sum(-1) / 64),
     "segments": lambda x: jnp.sin(jax.ops.segment_sum(x, IDS, 3)),
 }
 

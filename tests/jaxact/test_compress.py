@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jaxact
-from jaxact import Exact, Policy
+from jaxact import Exact, Policy, Quantize, Rule
 from support.programs import assert_same_bits, relative_error, same_bits
 
 W, X = jnp.ones((64, 64)) / 8, jax.random.normal(jax.random.key(0), (32, 64))
@@ -178,7 +178,7 @@ def test_odd_shapes(shape):
 
 
 def test_a_residual_that_is_also_an_output():
-    small = jaxact.compress(jnp.exp, policy=Policy(bits=8))
+    small = jaxact.compress(jnp.exp, policy=Policy(rules=(Rule(Quantize(8)),)))
     y, vjp = jax.vjp(small, X)
     assert_same_bits(y, jnp.exp(X))
     assert relative_error(vjp(jnp.ones_like(y))[0], y) < 0.02

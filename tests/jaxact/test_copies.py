@@ -70,7 +70,7 @@ MOVED = {
     "with masks and constants": lambda q, k: jnp.tanh(
         jnp.where(jnp.arange(40)[:, None] > 3, 0.1 * scores(q, k), -1e9)
     ),
-    "a softmax": lambda q, k: jax.nn.softmax(scores(q, k), axis=2),
+    "a softmax": lambda q, k: -jax.nn.softmax(scores(q, k), axis=2),
     "two products": lambda q, k: jnp.tanh(scores(q, k) + scores(k=k, q=jnp.sin(q))),
 }
 LEFT = {

@@ -192,7 +192,7 @@ growth.defvjp(lambda x: (growth(x), x), _backward)
 
 def test_a_rule_that_computes_values_again_gets_8_bits():
     w = jax.random.normal(jax.random.key(2), (D, D)) / 8
-    f = lambda w, x: growth(x @ w)
+    f = lambda w, x: -growth(x @ w)
     actions = {
         Policy(bits=2): Quantize(8),
         Policy(default=Quantize(3)): Quantize(3),

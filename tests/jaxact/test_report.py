@@ -110,7 +110,7 @@ def test_a_carry_kept_exactly_is_listed_as_an_argument():
 
 
 def test_a_table_explains_unbiased_to_first_order():
-    twice = lambda w, x: jax.nn.softmax((x @ w) @ (x @ w).T)
+    twice = lambda w, x: jax.nn.softmax((x @ w) @ (x @ w).T) @ x
     once = lambda w, x: jnp.tanh(x @ w)
     explained = "depends on the network, and nothing bounds it"
     for f, expected in ((twice, True), (once, False)):

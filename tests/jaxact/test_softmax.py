@@ -11,6 +11,7 @@ from jax import lax
 import jaxact
 from jaxact._form.softmax import softmax_p, softmaxes, with_softmaxes
 from jaxact._jaxpr.compat import open_jaxpr
+from jaxact._jaxpr.links import Links
 from support.gpu_target import needs_target
 from support.programs import relative_error
 from support.variants import mostly_thorough
@@ -117,7 +118,7 @@ def test_whether_a_product_or_a_pole_reads_it(name):
     jaxpr, _ = open_jaxpr(jax.make_jaxpr(lambda x: f(by_hand(-1)(x)))(X))
     (eqn,) = [
         eqn
-        for eqn in with_softmaxes(jaxpr, lambda v: True, {}).eqns
+        for eqn in with_softmaxes(jaxpr, lambda v: True, Links()).eqns
         if eqn.primitive is softmax_p
     ]
     assert eqn.params["is_plain"] == is_plain

@@ -238,7 +238,9 @@ CELLS = {
         ("x",),
         WIDE_CHANNELS_FIRST.noise,
     ),
-    "softmax": Cell(jax.nn.softmax, {"x": (16, 256)}, ("x",), softmax_noise),
+    "softmax": Cell(
+        lambda x: -jax.nn.softmax(x), {"x": (16, 256)}, ("x",), softmax_noise
+    ),
 }
 
 
