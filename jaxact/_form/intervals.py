@@ -57,7 +57,7 @@ def find_intervals(
             interval = _result(eqn, operands)
             if _is_up_to_zero(eqn, producers):
                 interval = _both(interval, (-math.inf, 0.0))
-            if _is_share(eqn, producers) and operands[0][0] >= 0:
+            if _is_share(eqn, operands, producers):
                 interval = _both(interval, (0.0, 1.0))
             if interval != REALS:
                 intervals.update(dict.fromkeys(parts, interval))
@@ -123,18 +123,12 @@ def _is_up_to_zero(eqn: Eqn, producers: Producers) -> bool:
     return is_at_most(x, y, producers)
 
 
-def _is_share(eqn: Eqn, producers: Producers) -> bool:
-    """Whether it divides by a sum of what it divides: a softmax."""
-    if eqn.primitive.name != "div":
+def _is_share(eqn: Eqn, operands: Sequence[Interval], producers: Producers) -> bool:
+    """Whether it divides elements by a sum that they are in: a softmax."""
+    if eqn.primitive.name != "div" or operands[0][0] < 0:
         return False
-    divisor = eqn.invars[1]
-    while not is_literal(divisor) and (made := producers.get(divisor)) is not None:
-        if made.primitive.name == "reduce_sum":
-            return made.invars[0] is eqn.invars[0]
-        if made.primitive.name not in MOVES:
-            return False
-        divisor = made.invars[0]
-    return False
+    part, whole = eqn.invars
+    return is_at_most(part, whole, producers, "reduce_sum")
 
 
 def _selected(

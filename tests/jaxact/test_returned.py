@@ -15,6 +15,8 @@ import pytest
 
 import jaxact
 from jaxact import Exact, Policy
+from jaxact._form.intervals import find_intervals
+from jaxact._jaxpr.compat import open_jaxpr
 from support.programs import relative_error
 
 pytestmark = pytest.mark.unoptimized
@@ -73,6 +75,9 @@ CASES = {
     "one of two": Case(
         lambda z: (z, jax.nn.softmax(z).astype(jnp.float32)),
         lambda both: likelihood(both[1]) + (both[0] ** 2).mean() / 100,
+    ),
+    "complement": Case(
+        lambda z: 1 - jax.nn.softmax(z), lambda q: -jnp.log(1 - q + 1e-8).mean()
     ),
     "entropy": Case(jax.nn.softmax, lambda p: (p * jnp.log(p)).sum(-1).mean()),
     "sigmoid": Case(jax.nn.sigmoid, bernoulli),
@@ -212,3 +217,12 @@ def test_an_ensemble_in_the_call():
     got, wanted = (jax.grad(g)(WEIGHTS, X) for g in (small, f))
     for a, b in zip(got, wanted, strict=True):
         assert relative_error(a, b) < 0.03
+
+
+@pytest.mark.parametrize("axis, is_bounded", [(0, True), (None, True), (1, False)])
+def test_a_share_is_of_a_sum_that_has_the_element(axis, is_bounded):
+    """A row's elements over another row's sum may have any size."""
+    share = lambda e: e / jnp.broadcast_to(e.sum(axis), e.shape)
+    jaxpr, _ = open_jaxpr(jax.make_jaxpr(lambda x: share(jnp.exp(x)))(jnp.eye(4)))
+    bounds = find_intervals(jaxpr)[jaxpr.outvars[0]]
+    assert bounds == (0.0, 1.0 if is_bounded else np.inf)
