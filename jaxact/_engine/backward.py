@@ -7,9 +7,9 @@ for an H100).
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,9 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from jaxact._engine.evaluation import DecodingProgram, equation_by_equation
+from jaxact._engine.evaluation import DecodingProgram, Way, equation_by_equation
 from jaxact._engine.late import decoded_late, has_checkpoints
-from jaxact._engine.ordered import block_by_block, has_blocks, product_by_product
+from jaxact._engine.ordered import ordered_way, product_by_product
 from jaxact._engine.shared import TABLE, with_shared_operand
 from jaxact._engine.storage import BackwardProgram, Packed, Probe, Storage
 from jaxact._engine.sums import is_in_steps
@@ -30,9 +30,6 @@ from jaxact._jaxpr.read import is_split_explicitly
 from jaxact._jaxpr.types import Dtype, Env, PyTree, Var
 from jaxact._plan.again import again_p
 from jaxact._plan.storage import StoragePlan
-
-# Evaluates a program that decodes its first argument.
-_Way: TypeAlias = Callable[[DecodingProgram, PyTree, list[jax.Array]], list[jax.Array]]
 
 
 def backward_pass(
@@ -165,15 +162,16 @@ def _held(
     return [lax.convert_element_type(g, dtype) for g, dtype in wide], measured
 
 
-def _way(plan: StoragePlan, inputs: BackwardInputs) -> _Way:
+def _way(plan: StoragePlan, inputs: BackwardInputs) -> Way:
     """How to evaluate a program that decodes."""
     if plan.is_checkpointed:
         return product_by_product
     if not is_traced(inputs.packed):
         return _directly
     backward = plan.forward.backward
-    if has_blocks(plan.forward.backward_program, len(backward.cotangents)):
-        return block_by_block
+    count = len(backward.cotangents)
+    if in_parts := ordered_way(plan.forward.backward_program, count):
+        return in_parts
     # Not for a policy that computes all of a call again: the 12-layer transformer of
     # the tests takes 476 MiB on a CPU, else 496 (on an H100 as much as before).
     if plan.policy.recompute is None and has_checkpoints(backward.eqns):
@@ -189,7 +187,7 @@ def _directly(
 
 
 def _by(
-    way: _Way,
+    way: Way,
     plan: StoragePlan,
     part: UsedPart | None,
     storage: Storage,

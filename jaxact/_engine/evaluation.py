@@ -19,6 +19,8 @@ from jaxact._jaxpr.types import Env, Eqn, Jaxpr, PyTree, Var
 
 # (arrays that are decoded, cotangents of floating types) -> gradients
 DecodingProgram: TypeAlias = Callable[[PyTree, list[jax.Array]], list[jax.Array]]
+# Evaluates a program that decodes its first argument.
+Way: TypeAlias = Callable[[DecodingProgram, PyTree, list[jax.Array]], list[jax.Array]]
 
 
 @dataclasses.dataclass(frozen=True)

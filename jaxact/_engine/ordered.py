@@ -21,9 +21,16 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 
-from jaxact._engine.evaluation import DecodingProgram, Order, has_product, traced
+from jaxact._engine.evaluation import (
+    DecodingProgram,
+    Order,
+    Way,
+    has_product,
+    traced,
+)
 from jaxact._engine.late import Late
-from jaxact._engine.places import after_products, between_blocks
+from jaxact._engine.lone import lone_barrier
+from jaxact._engine.places import after_products, between_blocks, joins
 from jaxact._engine.shared import TABLE, with_shared_operand
 from jaxact._jaxpr.compat import barrier
 from jaxact._jaxpr.primitives import REDUCTIONS
@@ -32,6 +39,7 @@ from jaxact._jaxpr.types import Eqn, Jaxpr, PyTree, Var
 
 # The equations at which a part starts.
 _Places: TypeAlias = Callable[[Order], list[int]]
+_Barrier: TypeAlias = Callable[[Any], Any]
 
 
 def product_by_product(
@@ -48,13 +56,22 @@ def block_by_block(
     return _evaluated(program, packed, cotangents, between_blocks)
 
 
-def has_blocks(backward: Jaxpr, num_cotangents: int) -> bool:
-    """Whether a backward program, whose last inputs are cotangents, is a network's.
+def join_by_join(
+    program: DecodingProgram, packed: Sequence[PyTree], cotangents: list[jax.Array]
+) -> list[jax.Array]:
+    """`program(packed, cotangents)`, a block's branches one after another."""
+    return _evaluated(program, packed, cotangents, joins, lone_barrier)
+
+
+def ordered_way(backward: Jaxpr, num_cotangents: int) -> Way | None:
+    """How to evaluate a backward program, whose last inputs are cotangents, in parts.
 
     A residual block alone may have a place in its middle, and one at its start.
     """
-    count = len(backward.invars) - num_cotangents
-    return len(between_blocks(Order.of(backward, count))) > 2
+    order = Order.of(backward, len(backward.invars) - num_cotangents)
+    if len(between_blocks(order)) > 2:
+        return block_by_block
+    return join_by_join if joins(order) else None
 
 
 def _evaluated(
@@ -62,10 +79,11 @@ def _evaluated(
     packed: Sequence[PyTree],
     cotangents: list[jax.Array],
     places: _Places,
+    wait: _Barrier = barrier,
 ) -> list[jax.Array]:
     order, env = traced(program, packed, cotangents)
     parts = _parts(order, set(places(order)), _stored(packed, order))
-    return _InOrder(order, env, parts).outputs()
+    return _InOrder(order, env, parts, wait).outputs()
 
 
 class _Stored(NamedTuple):
@@ -115,6 +133,7 @@ class _InOrder(Late):
     """
 
     parts: dict[int, list[_Stored]]
+    barrier: _Barrier
     fresh: list[Var] = dataclasses.field(default_factory=list)
     ready: list[Var] = dataclasses.field(default_factory=list)
 
@@ -128,7 +147,7 @@ class _InOrder(Late):
         """Let nothing go on before the gradients so far are there."""
         packed = [v for own in stored for v in own.variables]
         held = [*self.fresh, *self.ready, *packed]
-        values, table = barrier(([self.env[v] for v in held], TABLE))
+        values, table = self.barrier(([self.env[v] for v in held], TABLE))
         self.env.update(zip(held, values, strict=True))
         for variables, tree in stored:
             arrays = jax.tree.unflatten(tree, [self.env[v] for v in variables])

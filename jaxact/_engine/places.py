@@ -59,6 +59,22 @@ def between_blocks(order: Order) -> list[int]:
     return [order.moving[i] for i in places]
 
 
+def joins(order: Order) -> list[int]:
+    """Those places where as much is live as where the call's cotangents come.
+
+    Between a transformer's attention and its MLP that is the cotangent of their sum. In
+    a ResNet's bottleneck it is a narrow one, with the shortcut's or without.
+    """
+    eqns = [order.jaxpr.eqns[i] for i in order.moving]
+    live = dict(zip(order.moving, _live_bytes(eqns, order), strict=True))
+
+    def is_join(i: int) -> bool:
+        ends = sorted([live[order.moving[0]], live[i]])
+        return ends[1] <= _SIMILAR * ends[0]
+
+    return list(filter(is_join, between_blocks(order)))
+
+
 def _live_bytes(eqns: Sequence[Eqn], order: Order) -> list[int]:
     """Before each equation, those of values on which a product from there on depends.
 
