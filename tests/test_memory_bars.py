@@ -80,10 +80,14 @@ def test_scanned(target, packed_below):
 
 
 @needs_target
-def test_h100_of_a_policy_that_names_nothing():
+@pytest.mark.parametrize(
+    "scanned, limit", [(False, 270), (True, 370)], ids=["unrolled", "scanned"]
+)
+def test_h100_of_a_policy_that_names_nothing(scanned, limit):
+    """Scanned 435 MiB before attention was decoded after the MLP's gradients."""
     policy = jaxact.Policy(bits=2)  # exponentials at 3 bits
     block = jaxact.compress(transformer.block, policy=policy, activations="x")
-    assert temp_bytes(block, FULL, scanned=False, target="h100") <= 270 * MIB
+    assert temp_bytes(block, FULL, scanned=scanned, target="h100") <= limit * MIB
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,9 @@ class Search:
                 trial = self.uncompressed()
             else:
                 trial = self.try_(solution)
-            if trial is None and self.best(limit) is None:
+            if trial is None and self.best(limit):  # another may be nearer the limit
+                trial = self.try_(self._next(limit, _MARGIN, step))
+            elif trial is None:
                 trial = self.try_(self._least(kept_alone=True))
             if trial is None:
                 return

@@ -24,7 +24,7 @@ from jaxact._form.derivative import DERIVATIVE_OF
 from jaxact._form.scalings import Scaling, scalings
 from jaxact._jaxpr.compat import custom_vjp_body, with_constants
 from jaxact._jaxpr.flow import fact_of, flow, union
-from jaxact._jaxpr.primitives import CHECKPOINTS
+from jaxact._jaxpr.primitives import BARRIERS, CHECKPOINTS
 from jaxact._jaxpr.read import (
     is_cheap,
     is_float,
@@ -55,7 +55,7 @@ from jaxact._policy import RECOMPUTED_FROM_BITS, Policy
 # (learned step sizes), is an eighth more.
 _MOST = 1.25
 # Evaluated where they are: they hold values back.
-_HELD = CHECKPOINTS | {"optimization_barrier"}
+_HELD = CHECKPOINTS | BARRIERS
 
 
 def with_rule_factors(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from jaxact._jaxpr.compat import open_jaxpr, scan_counts
+from jaxact._jaxpr.primitives import BARRIERS
 from jaxact._jaxpr.read import call_body, is_literal
 from jaxact._jaxpr.types import Atom, ClosedJaxpr, Eqn, Jaxpr, Var
 
@@ -66,7 +67,7 @@ def flow_through(
         return [
             facts[0] | union(eqn, outs, around) for outs in zip(*branches, strict=True)
         ]
-    if name == "optimization_barrier":
+    if name in BARRIERS:
         return list(facts)
     body = eqn.params["jaxpr"] if name == "shard_map" else call_body(eqn)
     if body is not None:

@@ -16,10 +16,14 @@ COPIES = LABELS | frozenset("copy copy_p stop_gradient pvary jaxact_again".split
 PLACEMENTS = frozenset("sharding_constraint reshard mesh_cast device_put".split())
 # Change an element's type, or only its precision.
 CASTS = frozenset("convert_element_type reduce_precision".split())
+# Let values wait for one another.
+BARRIERS = frozenset("optimization_barrier jaxact_lone_barrier".split())
 # Where a value comes from is read through these; `jax.checkpoint` puts the second two
 # around the values that it saves.
-TRANSPARENT = LABELS | frozenset(
-    "reduce_precision optimization_barrier jaxact_residual jaxact_rounded".split()
+TRANSPARENT = (
+    LABELS
+    | BARRIERS
+    | frozenset("reduce_precision jaxact_residual jaxact_rounded".split())
 )
 # Recomputing these costs next to nothing.
 MOVES = RESHAPES | COPIES | CASTS

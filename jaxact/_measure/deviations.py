@@ -27,7 +27,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxact._jaxpr.evaluate import bind
-from jaxact._jaxpr.primitives import CASTS, COPIES, JOINS, RESHAPES, SELECTIONS
+from jaxact._jaxpr.primitives import (
+    BARRIERS,
+    CASTS,
+    COPIES,
+    JOINS,
+    RESHAPES,
+    SELECTIONS,
+)
 from jaxact._jaxpr.read import is_literal
 from jaxact._jaxpr.types import Array, Eqn, Params
 
@@ -81,7 +88,7 @@ _SLOPES: dict[str, tuple[_Slope | None, ...]] = {
     **dict.fromkeys(CASTS | COPIES - {"stop_gradient", "pvary"}, (_one,)),
 }
 
-FOLLOWED = _MOVES | _SUMS | _SLOPES.keys() | {"select_n", "optimization_barrier"}
+FOLLOWED = _MOVES | _SUMS | _SLOPES.keys() | {"select_n"} | BARRIERS
 
 
 def pass_on(
@@ -92,7 +99,7 @@ def pass_on(
 ) -> list[Deviations] | None:
     """The outputs' deviations, given the operands'; None: not known."""
     name = eqn.primitive.name
-    if name == "optimization_barrier":
+    if name in BARRIERS:
         return list(operands)
     if _tells_infinity_or_nan(eqn):
         return [{}]

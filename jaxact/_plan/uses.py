@@ -17,6 +17,7 @@ from typing import NamedTuple
 from jaxact._decision import Reason
 from jaxact._jaxpr.compat import custom_vjp_body, open_jaxpr, scan_counts
 from jaxact._jaxpr.primitives import (
+    BARRIERS,
     ELEMENTWISE,
     FACTORIZATIONS,
     JOINS,
@@ -185,7 +186,7 @@ def _value_of(v: Atom, values: _Values) -> Value:
 def _results(eqn: Eqn, operands: Sequence[Value], uses: Uses) -> list[Value]:
     """The roundings in the results of one equation."""
     name = eqn.primitive.name
-    if name == "optimization_barrier":
+    if name in BARRIERS:
         return list(operands)
     if name == "scan":
         return _scan(eqn, operands, uses)

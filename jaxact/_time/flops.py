@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxact._jaxpr.compat import open_jaxpr
+from jaxact._jaxpr.primitives import BARRIERS
 from jaxact._jaxpr.read import programs_in, variables_in
 from jaxact._jaxpr.types import Atom, ClosedJaxpr, Eqn, Jaxpr, Var
 from jaxact._memory.compiling import trace
@@ -70,7 +71,7 @@ def _chosen(atoms: Sequence[Atom], which: Sequence[bool]) -> set[Var]:
 def _of_equation(eqn: Eqn, outputs: list[bool]) -> tuple[int, list[bool]]:
     """Operations for some outputs of an equation, and which inputs those need."""
     name, every_input = eqn.primitive.name, [True] * len(eqn.invars)
-    if name == "optimization_barrier":
+    if name in BARRIERS:
         return 0, outputs
     count = _PRODUCTS.get(name)
     if count is not None:

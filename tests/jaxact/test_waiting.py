@@ -5,10 +5,12 @@ import jax.numpy as jnp
 import pytest
 
 import jaxact
+from jaxact._engine.lone import lone_barrier
 from jaxact._jaxpr.compat import open_jaxpr
 
 X = jax.ShapeDtypeStruct((64, 256), jnp.bfloat16)
 W = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+BARRIER = "optimization_barrier"
 
 
 def equations(jaxpr):
@@ -34,7 +36,7 @@ def waiting(f, w, x):
     step = jax.grad(lambda w, x: layer(w, x).astype(jnp.float32).sum())
     closed = jax.make_jaxpr(step)(w, x)
     eqns = equations(open_jaxpr(closed)[0])
-    barriers = [eqn for eqn in eqns if eqn.primitive.name == "optimization_barrier"]
+    barriers = [eqn for eqn in eqns if eqn.primitive.name == BARRIER]
     (held,) = [v.aval.dtype for v in barriers[-1].outvars if v.aval.shape == w.shape]
     (result,) = closed.out_avals
     return held, result.dtype
@@ -72,7 +74,7 @@ def test_a_checkpointed_call_ends_one_weight_before_it_starts_the_next():
         layer = jaxact.compress(f, policy=policy, activations="x")
         step = jax.grad(lambda w, x: layer(w, x).astype(jnp.float32).sum())
         for eqn in equations(open_jaxpr(jax.make_jaxpr(step)(w, X))[0]):
-            if eqn.primitive.name == "optimization_barrier":
+            if eqn.primitive.name == BARRIER:
                 held = {tuple(sorted(v.aval.shape)) for v in eqn.outvars}
                 if (32, 128) in held and (128, 256) not in held:
                     yield {v.aval.dtype.name for v in eqn.outvars}
@@ -90,9 +92,55 @@ def test_a_checkpointed_call_casts_its_weights_when_its_input_is_there():
         layer = jaxact.compress(f, policy=policy, activations="x")
         step = jax.grad(lambda w, x: layer(w, x).astype(jnp.float32).sum())
         for eqn in equations(open_jaxpr(jax.make_jaxpr(step)(W, X))[0]):
-            if eqn.primitive.name == "optimization_barrier":
+            if eqn.primitive.name == BARRIER:
                 yield {(v.aval.shape, v.aval.dtype) for v in eqn.outvars}
 
     both = {(W.shape, W.dtype), (X.shape, X.dtype)}
     assert both in together(jaxact.Checkpoint())
     assert both not in together(None)
+
+
+def residual_block(w, x):
+    """Two branches, each added to its input."""
+    x = x + jnp.tanh(x @ w["a"]) @ w["b"]
+    return x + jnp.tanh(x @ w["c"]) @ w["d"]
+
+
+def block_step(joined):
+    """A step of such a block, or of its branches without the additions."""
+    chain = lambda w, x: residual_block(w, x) - x if joined else narrowing(w, x)
+    layer = jaxact.compress(chain, activations="x")
+    return jax.jit(jax.grad(lambda w, x: layer(w, x).astype(jnp.float32).sum()))
+
+
+def narrowing(w, x):
+    """As deep as `residual_block`, through a narrow middle."""
+    x = jnp.tanh(x @ w["a"])[:, :32]
+    return jnp.tanh(jnp.tanh(x @ w["b"][:32]) @ w["c"]) @ w["d"]
+
+
+WS = {name: jax.ShapeDtypeStruct((256, 256), X.dtype) for name in "abcd"}
+
+
+@pytest.mark.parametrize("joined, count", [(True, 1), (False, 0)])
+def test_a_block_with_a_join_has_two_parts(joined, count):
+    """The later branch's gradients are there before the earlier one is decoded."""
+    found = open_jaxpr(jax.make_jaxpr(block_step(joined))(WS, X))[0]
+    joins = [e for e in equations(found) if e.primitive.name == "jaxact_lone_barrier"]
+    assert len(joins) == count
+    for eqn in joins:
+        held = [v.aval for v in eqn.outvars]
+        gradients = [a for a in held if a.shape == WS["c"].shape]
+        assert len(gradients) == 2 and any(a.dtype == jnp.uint32 for a in held)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_parts_wait_on_one_device_alone(devices):
+    """On several the gradients of both parts are summed in one collective."""
+    types = (jax.sharding.AxisType.Auto,)
+    mesh = jax.sharding.AbstractMesh((devices,), ("data",), types)
+    rows = jax.NamedSharding(mesh, jax.P("data"))
+    f = jax.vmap(jax.grad(lambda x: (lone_barrier([x, x])[1] ** 2).sum()))
+    traced = jax.jit(f, in_shardings=rows).trace(X)
+    lowered = traced.lower(lowering_platforms=("cpu",)).as_text()
+    assert lowered.count(BARRIER) == (devices == 1)
