@@ -14,7 +14,7 @@ import numpy as np
 from jaxact._form.maxima import is_at_most
 from jaxact._jaxpr.compat import custom_vjp_body, open_jaxpr, scan_counts
 from jaxact._jaxpr.primitives import JOINS, MOVES, SCATTERS, SELECTIONS, TRANSPARENT
-from jaxact._jaxpr.read import call_body, is_literal
+from jaxact._jaxpr.read import call_body, is_literal, is_square
 from jaxact._jaxpr.types import Atom, Eqn, Jaxpr, Producers, Var
 
 Interval: TypeAlias = tuple[float, float]
@@ -87,7 +87,7 @@ def _result(eqn: Eqn, operands: Sequence[Interval]) -> Interval:
     if name == "select_n":
         is_first = operands[0] == (0.0, 0.0)
         return operands[1] if is_first else _hull(*operands[1:])
-    if name in ("square", "mul") and eqn.invars[0] is eqn.invars[-1]:
+    if is_square(eqn):
         return _square(operands[0])
     if name == "integer_pow" and eqn.params["y"] > 0:
         return _square(operands[0]) if eqn.params["y"] % 2 == 0 else REALS

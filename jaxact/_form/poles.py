@@ -9,10 +9,16 @@ exact both factors cancel as they do without rounding.
 from collections.abc import Mapping, Sequence, Set
 
 from jaxact._form.affine_classes import Classes
-from jaxact._form.pole_arguments import arguments_near_poles, is_square
+from jaxact._form.pole_arguments import MIXING, arguments_near_poles
 from jaxact._form.returned import values_returned
 from jaxact._jaxpr.primitives import CHEAP, EXPONENTIALS
-from jaxact._jaxpr.read import call_body, is_literal, names_inside, variables_in
+from jaxact._jaxpr.read import (
+    call_body,
+    is_literal,
+    is_square,
+    names_inside,
+    variables_in,
+)
 from jaxact._jaxpr.types import Atom, Eqn, Jaxpr, Producers, Var
 
 # Functions whose slope vanishes where they come near zero, as a function of the result,
@@ -35,12 +41,14 @@ def bases_near_poles(
       carried: in a scan's body, the output of the step before that an input is.
     """
     arguments = arguments_near_poles(jaxpr, carried)
-    masked = arguments.behind(with_sums=True).intersection(classes.softmaxes)
+    behind = arguments.behind(with_sums=True)
+    masked = behind.intersection(classes.softmaxes)
+    mixed = behind & arguments.mixtures & _factors(jaxpr.eqns)
     # With an exponential exact in place of its softmax, parts of that are rounded.
     flat = arguments.flat().difference(classes.softmaxes.values())
     # Whose slope in the next step would be rounded: log(b)'s is 1 / b.
     states = [v for v, before in carried.items() if before in masked]
-    found = (*arguments.bounded, *arguments.selected(), *flat, *masked, *states)
+    found = (*arguments.bounded, *arguments.selected(), *flat, *masked, *mixed, *states)
     return {classes.whole_base(v) for v in found if not classes.is_exact(v)}
 
 
@@ -56,10 +64,13 @@ def bases_returned(
       results: the call's.
     """
     returned = values_returned(jaxpr, results)
-    raised = _raised(jaxpr)
+    raised, factors = _raised(jaxpr), _factors(jaxpr.eqns)
     found = returned.intersection(classes.softmaxes)
     for eqn in jaxpr.eqns:
         outputs = returned.intersection(eqn.outvars)
+        is_mixing = eqn.primitive.name in MIXING and outputs <= factors
+        if is_mixing and returned.issuperset(variables_in(eqn.invars)):
+            found |= outputs
         names = names_inside(eqn) if outputs else frozenset()
         has_rule = call_body(eqn) is not None
         if has_rule:  # whose slopes are of its results or operands
@@ -73,6 +84,12 @@ def bases_returned(
     return {classes.whole_base(v) for v in found if not classes.is_exact(v)}
 
 
+def _factors(eqns: Sequence[Eqn]) -> set[Var]:
+    """Values that are multiplied element by element."""
+    products = (eqn for eqn in eqns if eqn.primitive.name == "mul")
+    return {v for eqn in products for v in variables_in(eqn.invars)}
+
+
 def _raised(jaxpr: Jaxpr) -> set[Var]:
     """Values that a number is added to."""
     sums = (eqn.invars for eqn in jaxpr.eqns if eqn.primitive.name == "add")
@@ -81,9 +98,7 @@ def _raised(jaxpr: Jaxpr) -> set[Var]:
 
 def _is_even(eqn: Eqn, producers: Producers) -> bool:
     """Whether it squares a value that is no ReLU: that is an activation."""
-    name = eqn.primitive.name
-    is_power = name == "square" or (name == "integer_pow" and eqn.params["y"] == 2)
-    if not (is_power or is_square(eqn)):
+    if not is_square(eqn):
         return False
     makers = [producers[v] for v in variables_in(eqn.invars) if v in producers]
     return all(maker.primitive.name != "max" for maker in makers)

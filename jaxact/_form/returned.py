@@ -8,7 +8,7 @@ bits had 0.8 times its own size in noise, and at 4 bits 5 times.
 from collections.abc import Mapping, Sequence
 
 from jaxact._form.intervals import Interval, find_intervals, interval_of
-from jaxact._form.pole_arguments import MARGIN, adds_few, is_scaling
+from jaxact._form.pole_arguments import MARGIN, adds_few, is_mixture, is_scaling
 from jaxact._jaxpr.primitives import MOVES
 from jaxact._jaxpr.read import equations_behind, variables_in
 from jaxact._jaxpr.types import Eqn, Jaxpr, Producers, Var
@@ -31,7 +31,7 @@ def values_returned(jaxpr: Jaxpr, results: Sequence[Var]) -> set[Var]:
         # A gate of a ReLU is part of an activation.
         makers = (producers.get(x) for x in operands if name == "mul")
         is_gate = any(e is not None and e.primitive.name == "max" for e in makers)
-        return is_scaling(eqn) and not is_gate
+        return (is_scaling(eqn) and not is_gate) or is_mixture(eqn, intervals)
 
     for v in unclipped(results, producers):
         if _is_above_zero(v, intervals):

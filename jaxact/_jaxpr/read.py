@@ -184,6 +184,14 @@ def scales_rows(eqn: Eqn, x: Var) -> bool:
     return tuple(axes) == leading == tuple(others)
 
 
+def is_square(eqn: Eqn) -> bool:
+    """Whether it multiplies a value with itself."""
+    name, operands = eqn.primitive.name, eqn.invars
+    if name == "mul":
+        return operands[0] is operands[1]
+    return name == "square" or (name == "integer_pow" and eqn.params["y"] == 2)
+
+
 def is_piecewise_linear(eqn: Eqn) -> bool:
     """Whether its derivative, where it has one, is a constant or an exact choice."""
     return names_inside(eqn) <= LINEAR | PIECEWISE | STEPS

@@ -59,6 +59,30 @@ def laplace(scale):
     return (jnp.log(scale) + jnp.abs(TARGETS) / scale).mean()
 
 
+# A mixture's number of softmaxes, and the words of a source that may be copied.
+PARTS, COPIED = 4, 16
+WORDS = RNG.integers(0, OUTPUTS, (ROWS, COPIED))
+
+
+def mixture(z):
+    """A mixture of softmaxes (Yang et al. 2018, eq. 2)."""
+    parts = jax.nn.softmax(z.reshape(-1, PARTS, OUTPUTS // PARTS))
+    return jnp.einsum("bk,bkv->bv", jax.nn.softmax(z[:, :PARTS]), parts)
+
+
+def pointer(z):
+    """Softmax, and with some probability a word of the source (See et al. 2017)."""
+    copies, chosen = jax.nn.sigmoid(z[:, :1]), jax.nn.softmax(z[:, :COPIED])
+    own = (1 - copies) * jax.nn.softmax(z)
+    return own.at[jnp.arange(ROWS)[:, None], WORDS].add(copies * chosen)
+
+
+def pointer_by_product(z):
+    copies, chosen = jax.nn.sigmoid(z[:, :1]), jax.nn.softmax(z[:, :COPIED])
+    copied = jnp.einsum("bs,bsv->bv", chosen, jax.nn.one_hot(WORDS, OUTPUTS))
+    return (1 - copies) * jax.nn.softmax(z) + copies * copied
+
+
 def with_rule(f, slope):
     """The function with a backward rule of its own, which keeps the operand."""
     ruled = jax.custom_vjp(f)
@@ -116,6 +140,17 @@ CASES = {
     "in a branch": Case(
         lambda z: jax.lax.cond(z[0, 0] > -9, jax.nn.softmax, jax.nn.sigmoid, z),
         likelihood,
+    ),
+    "mixture": Case(mixture, lambda p: -jnp.log(p + 1e-8)[:, 3].mean()),
+    "pointer": Case(pointer, likelihood),
+    "pointer by product": Case(pointer_by_product, likelihood),
+    "mixture, loss inside": Case(lambda z: -jnp.log(mixture(z) + 1e-8)[:, 3], jnp.mean),
+    "pointer, loss inside": Case(
+        lambda z: -jnp.log(pointer(z)[jnp.arange(ROWS), LABELS] + 1e-8), jnp.mean
+    ),
+    "pointer by product, loss inside": Case(
+        lambda z: -jnp.log(pointer_by_product(z)[jnp.arange(ROWS), LABELS] + 1e-8),
+        jnp.mean,
     ),
     "rates": Case(jnp.exp, lambda r: (r - jnp.abs(TARGETS) * jnp.log(r)).mean()),
 }
