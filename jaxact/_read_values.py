@@ -94,13 +94,15 @@ def _parts(value: object) -> Iterator[object]:
         yield from (value.func, *value.args, *value.keywords.values())
     elif isinstance(value, tuple | frozenset):
         yield from value
-        yield from _written_in(type(value))
+        yield from getattr(value, "__dict__", {}).values()
+        yield from written_in(type(value))
     elif isinstance(value, enum.Enum):
         yield value.value
-        yield from _written_in(type(value), enum.Enum)
+        yield from written_in(type(value), enum.Enum)
     elif _is_frozen(value):
-        yield from vars(value).values()
-        yield from _written_in(type(value))
+        yield from getattr(value, "__dict__", {}).values()
+        yield from _slots(value)
+        yield from written_in(type(value))
     elif isinstance(value, _JITTED):
         yield getattr(value, "__wrapped__", None)
     else:
@@ -110,8 +112,8 @@ def _parts(value: object) -> Iterator[object]:
 _JITTED = type(jax.jit(lambda: None))
 
 
-def _written_in(cls: type, base: type | None = None) -> Iterator[object]:
-    """A class's methods and attributes that somebody wrote.
+def written_in(cls: type, base: type | None = None) -> Iterator[object]:
+    """A class's methods and attributes that somebody wrote, but for JAX and NumPy.
 
     Args:
       base: an enumeration's, whose members are class attributes.
@@ -126,6 +128,15 @@ def _written_in(cls: type, base: type | None = None) -> Iterator[object]:
             if base is not None and (name.startswith("_") or isinstance(value, base)):
                 continue
             yield _function_of(value)
+
+
+def _slots(value: object) -> Iterator[object]:
+    """What an instance holds outside of its `__dict__`, if it has one."""
+    for owner in type(value).__mro__:
+        names = vars(owner).get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            if name not in ("__dict__", "__weakref__"):
+                yield getattr(value, name, None)
 
 
 _SLOT = types.MemberDescriptorType | types.GetSetDescriptorType

@@ -21,7 +21,7 @@ from jaxact._jaxpr.compat import open_jaxpr
 from jaxact._jaxpr.evaluate import trace_jitted
 from jaxact._jaxpr.labels import numbered
 from jaxact._jaxpr.types import Array
-from jaxact._read_values import are_same, read_values
+from jaxact._read_values import are_same, read_values, written_in
 
 # A call's arguments, by name or position.
 Names: TypeAlias = str | int | Sequence[str | int]
@@ -167,18 +167,22 @@ class _OnArrays:
         return key
 
 
-# Whose pytrees hold no values that change in place beside their arrays.
-_PYTREES = frozenset({"builtins", "collections", "flax", "jax", "jaxact", "optax"})
+# Whose pytrees hold nothing but keys beside their leaves.
+_CONTAINERS = frozenset({"builtins", "collections", "jaxact"})
 
 
 def _static_fields(tree: Any) -> Iterator[object]:
-    """Values that users' pytrees hold beside their leaves."""
+    """Values that pytrees hold beside their leaves, and those of their classes.
+
+    A training state holds its `apply_fn`, a NamedTuple's methods may read anything.
+    """
     node = tree.node_data()
     if node is None:
         return
     kind, fields = node
-    if fields is not None and kind.__module__.partition(".")[0] not in _PYTREES:
+    if kind.__module__.partition(".")[0] not in _CONTAINERS:
         yield fields
+        yield from written_in(kind)
     for child in tree.children():
         yield from _static_fields(child)
 

@@ -1,7 +1,8 @@
 """`compress` for Flax NNX: split a call's modules, merge them inside.
 
 All state goes through the transform as parameters; changed state (statistics, RNG
-counts, sown values) is written back to the caller's modules. A module here is any
+counts, sown values) is written back to the caller's modules, and so are attributes that
+are no arrays. A module here is any
 object that NNX updates in place: a `Variable` and an `Rngs` too, as an argument or in a
 list, a dict or another pytree.
 """
@@ -19,13 +20,14 @@ from jaxact._flat import Kind
 from jaxact._jaxpr.evaluate import is_traced
 from jaxact._jaxpr.labels import current_path
 from jaxact._modules.adapter import NOISE_STREAM, require_call
+from jaxact._modules.nnx_attributes import Attributes, write_attributes
 from jaxact._modules.nnx_paths import place_of, submodules_named
 from jaxact._modules.original import original_of, remember
 from jaxact._modules.pickling import make_picklable
 from jaxact._modules.pure import PureCall
 from jaxact._policy import Policy
 from jaxact._residual import join_paths
-from jaxact._trace import Argument, Names, arguments
+from jaxact._trace import Argument, Names, Static, arguments
 
 T = TypeVar("T")
 
@@ -95,7 +97,8 @@ def purify(
     """`f` as a function from state and arrays.
 
     It takes (parameters, other state, *args, **kwargs), with None for each module, and
-    returns f's result, then parameters and other state if f changed them.
+    returns f's result, then parameters and other state if f changed them, and changes
+    of attributes.
     """
     return _pure(f, args, kwargs, lambda _: contextlib.nullcontext())
 
@@ -117,11 +120,13 @@ def _pure(
         merged = nnx.merge(graphdef, params, state, copy=True)
         full = _fill([*args, *kwargs.values()], places, merged)
         named = dict(zip(kwargs, full[len(args) :], strict=True))
+        attributes = Attributes(merged)
         with around(merged):
             y = f(*full[: len(args)], **named)
         _, new_params, new_state = nnx.split(merged, nnx.Param, ...)
         new_params = None if _same(params, new_params) else new_params
-        return y, new_params, None if _same(state, new_state) else new_state
+        new_state = None if _same(state, new_state) else new_state
+        return y, new_params, new_state, Static(attributes.changes())
 
     others = _fill(values, places, (None,) * len(modules))
     owners = (*range(len(args)), *(-1 for _ in kwargs))
@@ -140,7 +145,8 @@ def _pure(
 
 def write_back(modules: Sequence[object], out: Any) -> object:
     """The call's result from its pure function's; changes go to `modules`."""
-    y, *after = out
+    y, *after, changes = out
+    write_attributes(modules, changes.value)
     changed = [state for state in after if state is not None]
     if changed:  # a frozen module may belong to an outer trace
         nnx.update(tuple(modules), *changed)

@@ -2,14 +2,15 @@
 
 Above a compressed call, the modules that hold its module are on the Python stack: their
 methods call it. Below, submodules open a scope with their attribute path while the call
-is traced.
+is traced. For that time their classes have another `__call__`; the modules keep their
+classes, which a call may ask for, and two equal layers have equal graphs as before.
 """
 
 import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -22,7 +23,18 @@ from jaxact._residual import join_paths
 
 # A submodule's path below the module of the compressed call that is being traced.
 _PATH = "_jaxact_path"
-_OPENS_SCOPE = "_jaxact_opens_scope"
+
+
+class _Path(str):
+    """Equal to each other one: a path is no part of what a layer is."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Path) or super().__eq__(other)
+
+    def __hash__(self) -> int:
+        return hash(_Path)
 
 
 class Place(NamedTuple):
@@ -59,6 +71,24 @@ class _Stack(threading.local):
 _stack = _Stack()
 
 
+class _Scoped(NamedTuple):
+    """A class whose `__call__` opens scopes.
+
+    Attributes:
+      call: that method.
+      own: the one that the class itself had; None: it inherits one.
+      count: the traces, of all threads, that need it.
+    """
+
+    call: Callable[..., object]
+    own: object
+    count: int
+
+
+_scoped: dict[type, _Scoped] = {}
+_lock = threading.Lock()
+
+
 def place_of(modules: Sequence[object], *, is_traced: bool) -> Place:
     """The place of a compressed call with these modules; the first one names it.
 
@@ -71,6 +101,7 @@ def place_of(modules: Sequence[object], *, is_traced: bool) -> Place:
         return Place("")
     path = vars(module).get(_PATH)
     if path is not None and _stack.opened:
+        path = str(path)  # whose equality is of its letters
         call, outer = _stack.opened[-1]
         scope = _below(outer, path)
         return Place(scope, join_paths(call, path).removesuffix(scope).strip("/"))
@@ -85,7 +116,8 @@ def submodules_named(modules: Sequence[object], call: str) -> Iterator[None]:
     Args:
       call: the path of the compressed call.
     """
-    named: dict[int, tuple[Any, type]] = {}
+    named: dict[int, Any] = {}
+    classes: dict[type, None] = {}
     for number, module in enumerate(modules):
         top = (type(module).__name__,) if number else ()
         for keys, node in list(nnx.iter_graph(module)):
@@ -93,44 +125,68 @@ def submodules_named(modules: Sequence[object], call: str) -> Iterator[None]:
             # A shared module belongs to its first holder.
             if is_root or id(node) in named or not isinstance(node, nnx.Module):
                 continue
-            named[id(node)] = node, type(node)
-            vars(node)[_PATH] = "/".join(map(str, (*top, *keys)))
+            named[id(node)] = node
+            vars(node)[_PATH] = _Path("/".join(map(str, (*top, *keys))))
             # A compressed method opens its scope itself.
             if callable(node) and original_of(type(node).__call__) is None:
-                node.__class__ = _with_scope(type(node))
+                classes[type(node)] = None
     _stack.opened.append(_Opened(call, ""))
+    _open_scopes(classes)
     try:
         yield
     finally:
+        _close_scopes(classes)
         _stack.opened.pop()
-        for node, cls in named.values():
-            node.__class__ = cls
+        for node in named.values():
             vars(node).pop(_PATH, None)
 
 
-@functools.cache
-def _with_scope(cls: type) -> type:
-    """A subclass whose `__call__` opens a scope with the module's path."""
-    call: Any = cls.__call__
-    if hasattr(call, _OPENS_SCOPE):
-        return cls
+def _open_scopes(classes: Iterable[type]) -> None:
+    """Let the classes' calls open scopes."""
+    with _lock:
+        for cls in classes:
+            entry = _scoped.get(cls)
+            if entry is None:
+                own = vars(cls).get("__call__")
+                entry = _Scoped(_with_scope(cls.__call__), own, 0)
+                type.__setattr__(cls, "__call__", entry.call)
+            _scoped[cls] = entry._replace(count=entry.count + 1)
+
+
+def _close_scopes(classes: Iterable[type]) -> None:
+    """Give the classes their calls back, once no trace needs the others."""
+    with _lock:
+        for cls in classes:
+            entry = _scoped[cls] = _scoped[cls]._replace(count=_scoped[cls].count - 1)
+            if entry.count:
+                continue
+            del _scoped[cls]
+            if vars(cls).get("__call__") is not entry.call:
+                continue  # somebody gave it another one meanwhile
+            if entry.own is None:
+                type.__delattr__(cls, "__call__")
+            else:
+                type.__setattr__(cls, "__call__", entry.own)
+
+
+def _with_scope(call: Callable[..., object]) -> Callable[..., object]:
+    """A module's `__call__` in a scope with the module's path."""
 
     @functools.wraps(call)
     def scoped(self: object, *args: object, **kwargs: object) -> object:
         path = vars(self).get(_PATH)
-        if path is None or not _stack.opened:
+        # It may be the call of a base class, from a scope of its own.
+        if path is None or not _stack.opened or str(path) == _stack.opened[-1].path:
             return call(self, *args, **kwargs)
         opened = _stack.opened[-1]
-        _stack.opened.append(_Opened(opened.call, path))
+        _stack.opened.append(_Opened(opened.call, str(path)))
         try:
             with jax.named_scope(_below(opened.path, path)):
                 return call(self, *args, **kwargs)
         finally:
             _stack.opened.pop()
 
-    setattr(scoped, _OPENS_SCOPE, True)
-    body = {"__call__": scoped, "__module__": cls.__module__, "__doc__": cls.__doc__}
-    return type(cls)(cls.__name__, (cls,), body | {"__qualname__": cls.__qualname__})
+    return scoped
 
 
 def _below(outer: str, path: str) -> str:

@@ -1,0 +1,85 @@
+"""Attributes of NNX modules that are no arrays, and that a call changes.
+
+A compressed call has copies of its modules. The state of variables goes back to the
+caller's as arrays do; a counter `self.calls += 1`, or a deleted attribute, by its name.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+from flax import nnx
+
+from jaxact._trace import is_array
+
+# Where a module is in a tuple of them.
+_Keys: TypeAlias = tuple[Any, ...]
+# NNX's own, in a module's `__dict__`.
+_OWN = "_pytree__"
+
+
+class Change(NamedTuple):
+    """An attribute after a call.
+
+    Attributes:
+      keys: of its module.
+      value: its new one; empty where it was deleted.
+    """
+
+    keys: _Keys
+    name: str
+    value: tuple[object, ...]
+
+
+class Attributes:
+    """The attributes of modules before a call."""
+
+    def __init__(self, modules: Sequence[object]) -> None:
+        self._before = [
+            (tuple(keys), node, dict(vars(node)))
+            for keys, node in nnx.iter_graph(tuple(modules))
+            if isinstance(node, nnx.Pytree)
+        ]
+
+    def changes(self) -> tuple[Change, ...]:
+        """What is different now, but for variables and their values."""
+        return tuple(self._changes())
+
+    def _changes(self) -> Iterator[Change]:
+        for keys, node, before in self._before:
+            after = vars(node)
+            for name in before.keys() | after.keys():
+                if name.startswith(_OWN):
+                    continue
+                is_static = name in after and _is_static(after[name])
+                was_static = name in before and _is_static(before[name])
+                if is_static and not was_static:
+                    yield Change(keys, name, (after[name],))
+                elif is_static and not _are_equal(before[name], after[name]):
+                    yield Change(keys, name, (after[name],))
+                elif name not in after or (was_static and not is_static):
+                    # In place of None a variable comes back with the state.
+                    yield Change(keys, name, ())
+
+
+def write_attributes(modules: Sequence[object], changes: Sequence[Change]) -> None:
+    """Change the modules' attributes as a call changed its copies'."""
+    if not changes:
+        return
+    nodes = {tuple(keys): node for keys, node in nnx.iter_graph(tuple(modules))}
+    for keys, name, value in changes:
+        if value:
+            setattr(nodes[keys], name, *value)
+        else:
+            delattr(nodes[keys], name)
+
+
+def _is_static(value: object) -> bool:
+    """Whether it holds no arrays, variables or modules."""
+    held = (nnx.Pytree, nnx.Variable)
+    leaves = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, held))
+    return not any(isinstance(x, held) or is_array(x) for x in leaves)
+
+
+def _are_equal(a: object, b: object) -> bool:
+    return a is b or (type(a) is type(b) and bool(a == b))
