@@ -5,7 +5,7 @@ import functools
 import types
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, overload
+from typing import Any, get_origin, overload
 
 import jax
 
@@ -153,6 +153,7 @@ class _Options:
         ):
             method = self.compress(target.__func__)
             return types.MethodType(method, target.__self__)  # an argument as others
+        _refuse_maker(target)
         adapter = find.for_target(target)
         if adapter is not None:
             if self.activations is not None:
@@ -224,6 +225,24 @@ def _wrong_arguments(others: Sequence[object], unknown: dict[str, object]) -> st
     return (
         f"compress(target, {given}): the options are policy, activations and "
         "static_argnums, by keyword. Write compress(target, policy=Policy(bits=2))."
+    )
+
+
+def _refuse_maker(target: object) -> None:
+    """Refuse what makes modules: its own calls have no residuals.
+
+    Raises:
+      TypeError: it is a partial or a generic alias of a module's class.
+    """
+    made = target.func if isinstance(target, functools.partial) else target
+    made = get_origin(made) or made
+    if made is target or not isinstance(made, type) or not find.for_target(made):
+        return
+    name = made.__name__
+    raise TypeError(
+        f"compress({target!r}): it makes modules of the class {name}; its calls are "
+        f"not theirs. Compress the class, and use it in its place: compress({name}), "
+        f"or functools.partial(compress({name}), ...)."
     )
 
 

@@ -20,7 +20,10 @@ def package(name):
 
 
 CORE, KERNELS = package("jaxact"), package("jaxact_kernels")
-FLAX = {CORE / "_modules" / f"{name}.py" for name in ("linen", "nnx", "nnx_attributes", "nnx_paths")}
+FLAX = {
+    CORE / "_modules" / f"{name}.py"
+    for name in ("linen", "nnx", "nnx_attributes", "nnx_paths")
+}
 
 
 def files(folder):

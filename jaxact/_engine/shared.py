@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax import lax
 from jax.extend import core as jex
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 
 from jaxact._jaxpr.evaluate import is_in_other_mesh
 from jaxact._jaxpr.types import Array, PyTree
@@ -63,6 +63,11 @@ def _batched(args: Sequence[Any], dims: Sequence[Any]) -> tuple[Any, Any]:
 
 _shared_p.def_impl(lambda metadata, table: metadata)
 _shared_p.def_abstract_eval(lambda metadata, table: metadata)
+# Integers have no tangents. JAX 0.10 asks for the rule all the same.
+ad.primitive_jvps[_shared_p] = lambda primals, tangents: (
+    _shared_p.bind(*primals),
+    tangents[0],
+)
 batching.primitive_batchers[_shared_p] = _batched
 mlir.register_lowering(_shared_p, lambda ctx, metadata, table: [metadata])
 mlir.register_lowering(

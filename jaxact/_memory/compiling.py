@@ -12,6 +12,7 @@ from jax.experimental import topologies
 from jax.stages import Compiled, Traced
 
 from jaxact._memory.targets import gpu_of
+from jaxact._modules.find import for_state
 
 T = TypeVar("T")
 # jax.Device is no type to type checkers.
@@ -44,7 +45,7 @@ def trace_and_compile(
     options: dict[str, Any] | None = None,
 ) -> tuple[Traced, Compiled]:
     """The traced step and the compiled one, as `compile_step`."""
-    traceable = _traceable(step)
+    traceable = _traceable(step, args, kwargs)
     if target is None:
         traced = traceable.trace(*args, **kwargs)
         return _own(traced), traced.lower().compile(options)
@@ -62,17 +63,27 @@ def trace(
     step: Callable[..., object], args: Sequence[object], kwargs: dict[str, Any]
 ) -> Traced:
     """The step traced for the local backend."""
-    return _own(_traceable(step).trace(*args, **kwargs))
+    return _own(_traceable(step, args, kwargs).trace(*args, **kwargs))
 
 
-def _traceable(step: Callable[..., object]) -> Any:
-    """The step itself if it is jitted, else jitted."""
+def _traceable(
+    step: Callable[..., object], args: Sequence[object], kwargs: dict[str, Any]
+) -> Any:
+    """The step itself if it is jitted, else jitted.
+
+    By `nnx.jit` where NNX modules are arguments: JAX's own drops changes to them, such
+    as an optimizer's update, and with it the gradient.
+    """
     if not callable(step):
         raise TypeError(
             f"jaxact: got a value of type {type(step).__name__}; a step is required, a "
             "function such as jax.grad(loss), and its arguments after it."
         )
-    return step if hasattr(step, "trace") else jax.jit(step)
+    if hasattr(step, "trace"):
+        return step
+    adapters = map(for_state, (*args, *kwargs.values()))
+    adapter = next(filter(None, adapters), None)
+    return jax.jit(step) if adapter is None else adapter.jit(step)
 
 
 def _own(traced: Any) -> Traced:

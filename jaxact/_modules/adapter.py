@@ -1,7 +1,7 @@
 """The interface that one file for each module library implements."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from jaxact._modules.original import refuse_key
 from jaxact._policy import Policy
@@ -65,6 +65,10 @@ class StatefulAdapter(Adapter, Protocol):
         kwargs: dict[str, object],
     ) -> "PureCall":
         """The call `f(*args, **kwargs)` as one with arrays alone."""
+        ...
+
+    def jit(self, f: Callable[..., object]) -> Any:
+        """`f` jitted, with the arrays that it changes in modules among its results."""
         ...
 
     def write_back(self, modules: Sequence[object], out: object) -> object:

@@ -143,6 +143,11 @@ def _pure(
     )
 
 
+def jit(f: Callable[..., object]) -> Any:
+    """`f` jitted, with the state that it changes among its results."""
+    return nnx.jit(f)
+
+
 def write_back(modules: Sequence[object], out: Any) -> object:
     """The call's result from its pure function's; changes go to `modules`."""
     y, *after, changes = out
@@ -170,7 +175,9 @@ def _compress_class(
         "__qualname__": target.__qualname__,
         "__doc__": target.__doc__,
     }
-    compressed = type(target)(target.__name__, (target,), body)
+    is_pytree = getattr(target, "_pytree__is_pytree", True)
+    options = {} if is_pytree else {"pytree": False}  # which is not inherited
+    compressed = type(target)(target.__name__, (target,), body, **options)
     remember(compressed, target, None, static_argnums)
     make_picklable(compressed, compress, target, policy, static_argnums)
     return compressed

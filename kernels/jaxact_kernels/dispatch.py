@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import core as jex
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 
 from jaxact_kernels import compat
 from jaxact_kernels.choice import REFERENCE, choose
@@ -182,7 +182,27 @@ def _in_rows(*arrays: jax.Array, **params: Any) -> list[jax.Array]:
 _lower_called = mlir.lower_fun(_called, multiple_results=True)
 _lower_in_rows = mlir.lower_fun(_in_rows, multiple_results=True)
 _lower_definition = mlir.lower_fun(_evaluate, multiple_results=True)
+
+
+def _differentiate(
+    primals: Sequence[Any], tangents: Sequence[Any], **params: Any
+) -> tuple[list[jax.Array], list[Any]]:
+    """Of packed words, which have no derivative, the results have none.
+
+    JAX 0.10 asks for it where a gradient's own derivative by a loss's weight is taken.
+    """
+    kinds = [t.dtype for t in tangents if not isinstance(t, ad.Zero)]
+    if any(kind != jax.dtypes.float0 for kind in kinds):
+        raise NotImplementedError(
+            "packing has no derivative of its own: it is stored for a backward pass, "
+            "which jaxact differentiates once, in reverse mode"
+        )
+    results = operation_p.bind(*primals, **params)
+    return results, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in results]
+
+
 operation_p.def_impl(_evaluate)
+ad.primitive_jvps[operation_p] = _differentiate
 operation_p.def_abstract_eval(lambda *_, definition, **params: definition.out_avals)
 mlir.register_lowering(operation_p, functools.partial(_lower, lower=_lower_definition))
 mlir.register_lowering(operation_p, _lower_on_cpu, platform="cpu")

@@ -161,6 +161,37 @@ class Pair2(NamedTuple):
         return scale**self.power
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slotted:
+    table: dict[str, float]
+
+
+class Named(tuple):
+    table: dict[str, float]
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass
+class Weight:
+    """An array, beside it a function, and a method that reads a table."""
+
+    array: jax.Array
+    act: object
+
+    def tree_flatten(self):
+        return (self.array,), self.act
+
+    @classmethod
+    def tree_unflatten(cls, act, arrays):
+        return cls(*arrays, act)
+
+    def factor(self):
+        return TABLE["factor"]
+
+
+TABLE = {"factor": 1.0}
+
+
 class Mode(enum.Enum):
     FULL = Settings()
 
@@ -294,3 +325,40 @@ def test_a_callable_without_a_hash():
     np.testing.assert_array_equal(small(X), net(X))
     net.w = 2 * W
     np.testing.assert_array_equal(small(X), net(X))
+
+
+def test_a_table_in_slots_or_beside_the_elements_of_a_tuple(follow):
+    slotted, named = Slotted({"factor": 1.0}), Named((1.0,))
+    named.table = {"factor": 1.0}
+    slots = lambda w, x: jnp.sin(x @ w * slotted.table["factor"])
+    beside = lambda w, x: jnp.sin(x @ w * named.table["factor"])
+    for factor in (1.0, 2.0):
+        slotted.table["factor"] = named.table["factor"] = factor
+        follow(slots)
+        follow(beside)
+
+
+@pytest.mark.parametrize(
+    "argument, f",
+    [
+        (
+            jax.tree_util.Partial(lambda z: z * TABLE["factor"]),
+            lambda w, x, act: jnp.sin(act(x @ w)),
+        ),
+        (
+            Weight(W, lambda z: z * TABLE["factor"]),
+            lambda w, x, weight: jnp.sin(weight.act(x @ w @ weight.array)),
+        ),
+        (
+            Weight(W, None),
+            lambda w, x, weight: jnp.sin(x @ w @ weight.array * weight.factor()),
+        ),
+    ],
+    ids=["a function", "a function beside an array", "a method"],
+)
+def test_a_table_that_an_argument_reads(argument, f, monkeypatch):
+    small = exact(f)
+    for factor in (1.0, 2.0):
+        monkeypatch.setitem(TABLE, "factor", factor)
+        got, wanted = (gradient(g, W, X, argument) for g in (small, f))
+        np.testing.assert_allclose(got, wanted, rtol=1e-6)
