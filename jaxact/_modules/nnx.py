@@ -114,6 +114,7 @@ def _pure(
     places = [_places(value) for value in values]
     modules = tuple(m for value in values for m in _modules_in(value))
     graphdef, params, state = nnx.split(modules, nnx.Param, ...)
+    _refuse_references((params, state))
 
     def pure(params: object, state: object, *args: object, **kwargs: object) -> Any:
         # Without a copy, tree mode refuses to mutate an outer trace's state.
@@ -141,6 +142,23 @@ def _pure(
             for _ in range(sum(found))
         ),
     )
+
+
+def _refuse_references(states: object) -> None:
+    """Refuse variables whose value JAX changes in place.
+
+    Raises:
+      TypeError: there is one. Its copies in a trace would be the caller's.
+    """
+    is_variable = lambda x: isinstance(x, nnx.Variable)
+    for v in jax.tree.leaves(states, is_leaf=is_variable):
+        if is_variable(v) and (v.ref or v.hijax):
+            kind = "ref" if v.ref else "hijax"
+            raise TypeError(
+                f"jaxact: a module has a variable of type {type(v).__name__} that is a "
+                f"reference ({kind}=True); values of variables are required. Make the "
+                f"module outside of nnx.var_defaults({kind}=True)."
+            )
 
 
 def jit(f: Callable[..., object]) -> Any:

@@ -5,6 +5,9 @@ and tools that replace `__call__` for a while work. Attributes that are no array
 after the compressed call as after the plain one.
 """
 
+import functools
+import typing
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -84,6 +87,13 @@ class Inner(nnx.Module):
 
     def __call__(self, x):
         return nnx.gelu(x @ self.kernel[...])
+
+
+T = typing.TypeVar("T")
+
+
+class Generic(Inner, typing.Generic[T]):
+    pass
 
 
 def nested():
@@ -216,3 +226,21 @@ def test_a_step_that_is_not_jitted_counts_as_a_jitted_one():
     assert jaxact.count_flops(step, *args) == jaxact.count_flops(nnx.jit(step), *args)
     assert jaxact.count_flops(step, *args) >= 2 * 2 * data().size * WIDTH
     assert jaxact.memory(step, *args) == jaxact.memory(nnx.jit(step), *args)
+
+
+@pytest.mark.parametrize("kind", ["ref", "hijax"])
+def test_variables_that_are_references_are_refused(kind):
+    """A call left tracers in place of the module's weights."""
+    with nnx.var_defaults(**{kind: True}):
+        module = jaxact.compress(nested())()
+    with pytest.raises(TypeError, match=f"reference .{kind}=True"):
+        module(data())
+
+
+@pytest.mark.parametrize(
+    "maker", [functools.partial(Inner), Generic[int]], ids=["partial", "alias"]
+)
+def test_makers_of_modules_are_refused(maker):
+    """The modules that they made were not compressed, and nothing said so."""
+    with pytest.raises(TypeError, match="it makes modules of the class"):
+        jaxact.compress(maker)

@@ -144,3 +144,18 @@ def test_parts_wait_on_one_device_alone(devices):
     traced = jax.jit(f, in_shardings=rows).trace(X)
     lowered = traced.lower(lowering_platforms=("cpu",)).as_text()
     assert lowered.count(BARRIER) == (devices == 1)
+
+
+def test_a_gradients_norm_by_the_weight_of_its_loss():
+    """As in GradNorm. It is of first order in the call, and failed on JAX 0.10."""
+    w = jax.random.normal(jax.random.key(0), (64, 64)) / 8
+    x = jax.random.normal(jax.random.key(1), (16, 64))
+    layer = lambda w, x: x + jnp.tanh(jnp.tanh(x @ w) @ w)
+
+    def norm(f, weight):
+        return (jax.grad(lambda w: weight * (f(w, x) ** 2).sum())(w) ** 2).sum()
+
+    small = jaxact.compress(layer, activations="x", policy=jaxact.Policy(bits=8))
+    got, wanted = (jax.grad(norm, 1)(f, 2.0) for f in (small, layer))
+    # One draw's error of the gradient is below 0.01, and its square's twice that.
+    assert abs(got / wanted - 1) < 0.02
