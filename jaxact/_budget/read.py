@@ -140,9 +140,11 @@ def read_problem(
     stored = step.traced(base)
     if not any(_is_free(heard, row) for heard, row in _pairs(stored)):
         raise ValueError(
-            "jaxact.plan: the step has no residual to choose for. Compress the unit "
-            "that its network repeats: jaxact.compress(Block), or a layer's function "
-            "with activations='x'; see jaxact.residuals(step, ..., argnums=())."
+            "jaxact.plan: the step has no residual to choose for. A loss alone has "
+            "none: plan its gradient, jax.grad(loss), or the whole step. Compress the "
+            "unit that its network repeats: jaxact.compress(Block), or a layer's "
+            "function with activations='x'; see jaxact.residuals(step, ..., "
+            "argnums=())."
         )
     reader = _Reader(stored, actions, gpu, measured)
     again = step.traced(dataclasses.replace(base, recompute=Checkpoint()))

@@ -102,7 +102,7 @@ def noise_share(
             "of (batch, rounding key) that gives gradients, and several batches are "
             "required: noise_share(gradient, [first, second])."
         )
-    key = jax.random.key(0) if key is None else checked_key(f"{call}(key=", key)
+    key = jax.random.key(0) if key is None else checked_key(f"{call}: key=", key)
     within, between = 0.0, _Spread()
     for number, batch in enumerate(batches):
         keys = jax.random.split(jax.random.fold_in(key, number), draws)

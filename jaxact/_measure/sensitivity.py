@@ -104,7 +104,7 @@ def sensitivity(
         range(1, 1 << 20),
         f"sensitivity(draws={draws!r}): a positive integer is required, such as 2.",
     )
-    key = jax.random.key(0) if key is None else checked_key("sensitivity(key=", key)
+    key = jax.random.key(0) if key is None else checked_key("sensitivity: key=", key)
     if policy is not None:
         loss_fn = compress(loss_fn, policy=policy)
     call = pure_call(loss_fn, args, kwargs)
