@@ -29,6 +29,11 @@ def needs_devices() -> Program:
     return jax.make_jaxpr(identity)(jax.ShapeDtypeStruct((1,), np.uint32))
 
 
+def is_exported(ctx: LoweringRuleContext) -> bool:
+    """Whether a program is lowered to be kept: `jax.export` refuses layouts in one."""
+    return bool(ctx.module_context.lowering_parameters.for_export)
+
+
 def lowering_devices(ctx: LoweringRuleContext) -> Sequence[Any]:
     """The devices that a program is lowered for; none where they are unknown."""
     axes = ctx.module_context.axis_context

@@ -139,6 +139,7 @@ def _lower_on_gpu(
     choice = choose(whole, device, implementation)
     if choice.implementation == REFERENCE:
         in_rows = len(devices) <= 1 or compat.LAYOUTS_KEEP_SHARDINGS
+        in_rows = in_rows and not compat.is_exported(ctx)
         lower = _lower_in_rows if in_rows else _lower_definition
         return lower(ctx, *values, definition=definition, operation=operation)
     assert device is not None  # or every kernel had declined
