@@ -229,10 +229,10 @@ def _wrong_arguments(others: Sequence[object], unknown: dict[str, object]) -> st
 
 
 def _refuse_maker(target: object) -> None:
-    """Refuse what makes modules: its own calls have no residuals.
+    """Refuse a function that makes modules: its own calls have no residuals.
 
     Raises:
-      TypeError: it is a partial or a generic alias of a module's class.
+      TypeError: a partial, or a generic alias, with a module's class.
     """
     made = target.func if isinstance(target, functools.partial) else target
     made = get_origin(made) or made

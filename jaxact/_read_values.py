@@ -131,7 +131,7 @@ def written_in(cls: type, base: type | None = None) -> Iterator[object]:
 
 
 def _slots(value: object) -> Iterator[object]:
-    """What an instance holds outside of its `__dict__`, if it has one."""
+    """The values that an instance holds beside its `__dict__`."""
     for owner in type(value).__mro__:
         names = vars(owner).get("__slots__", ())
         for name in (names,) if isinstance(names, str) else names:

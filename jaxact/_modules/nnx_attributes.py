@@ -1,7 +1,7 @@
-"""Attributes of NNX modules that are no arrays, and that a call changes.
+"""Attributes that are no arrays, and that a call changes in its NNX modules.
 
-A compressed call has copies of its modules. The state of variables goes back to the
-caller's as arrays do; a counter `self.calls += 1`, or a deleted attribute, by its name.
+A compressed call has copies. Variables go back to the caller's modules as arrays do; a
+counter `self.calls += 1`, or a deleted attribute, by its name.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ class Change(NamedTuple):
     """An attribute after a call.
 
     Attributes:
-      keys: of its module.
+      keys: its module's.
       value: its new one; empty where it was deleted.
     """
 
@@ -32,7 +32,7 @@ class Change(NamedTuple):
 
 
 class Attributes:
-    """The attributes of modules before a call."""
+    """The modules' attributes before a call."""
 
     def __init__(self, modules: Sequence[object]) -> None:
         self._before = [
@@ -42,7 +42,7 @@ class Attributes:
         ]
 
     def changes(self) -> tuple[Change, ...]:
-        """What is different now, but for variables and their values."""
+        """Those that are different now, but for variables and their values."""
         return tuple(self._changes())
 
     def _changes(self) -> Iterator[Change]:

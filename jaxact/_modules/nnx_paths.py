@@ -26,7 +26,7 @@ _PATH = "_jaxact_path"
 
 
 class _Path(str):
-    """Equal to each other one: a path is no part of what a layer is."""
+    """Equal to each other one: a layer is the same anywhere."""
 
     __slots__ = ()
 
@@ -77,7 +77,7 @@ class _Scoped(NamedTuple):
     Attributes:
       call: that method.
       own: the one that the class itself had; None: it inherits one.
-      count: the traces, of all threads, that need it.
+      count: the traces that need it, in all threads.
     """
 
     call: Callable[..., object]
