@@ -169,6 +169,8 @@ class _OnArrays:
 
 # Whose pytrees hold nothing but keys beside their leaves.
 _CONTAINERS = frozenset({"builtins", "collections", "jaxact"})
+# Whose own methods read no values that change.
+_LIBRARIES = _CONTAINERS | {"flax", "jax", "optax"}
 
 
 def _static_fields(tree: Any) -> Iterator[object]:
@@ -180,8 +182,10 @@ def _static_fields(tree: Any) -> Iterator[object]:
     if node is None:
         return
     kind, fields = node
-    if kind.__module__.partition(".")[0] not in _CONTAINERS:
+    library = kind.__module__.partition(".")[0]
+    if library not in _CONTAINERS:
         yield fields
+    if library not in _LIBRARIES:
         yield from written_in(kind)
     for child in tree.children():
         yield from _static_fields(child)
