@@ -95,7 +95,7 @@ def sensitivity(
 
     Raises:
       TypeError: the loss is not a real scalar; has_aux and it returns no (loss,
-        anything); key is none.
+        anything); key is none; an argument is a `jax.ShapeDtypeStruct`.
       ValueError: nothing in `loss_fn` is stored rounded; argnums out of range; draws
         not a positive integer.
     """
@@ -109,6 +109,7 @@ def sensitivity(
         loss_fn = compress(loss_fn, policy=policy)
     call = pure_call(loss_fn, args, kwargs)
     flat, values, rebuild = call.trace()
+    _require_arrays(values)
     active = call.differentiated(values, argnums)
     rounded = census(flat, values, active)
     if not rounded:
@@ -134,6 +135,17 @@ def sensitivity(
         errors = [float(_distance(gradient, exact)) for gradient in gradients]
         rows.append(residual.cost(sum(errors) / draws, signal))
     return Sensitivity(tuple(rows), signal)
+
+
+def _require_arrays(values: Sequence[object]) -> None:
+    """Refuse shapes in place of arrays: the loss is to be evaluated."""
+    for x in values:
+        if isinstance(x, jax.ShapeDtypeStruct):
+            raise TypeError(
+                f"sensitivity: a jax.ShapeDtypeStruct of {x.dtype}{list(x.shape)} was "
+                "given, and arrays are required, as the loss is evaluated. A table "
+                "without it is jaxact.residuals(loss, ...)."
+            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -122,6 +122,10 @@ MISTAKES = {
         lambda: jaxact.sensitivity(lambda w: (loss(w), 1), W),
         "say has_aux=True",
     ),
+    "sensitivity(shape)": (
+        lambda: jaxact.sensitivity(loss, jax.ShapeDtypeStruct(W.shape, W.dtype)),
+        "arrays are required, as the loss is evaluated",
+    ),
     "telemetry(f)(w, x)": (
         lambda: jaxact.telemetry(loss)(W, X),
         "measured.probe(*args)",
