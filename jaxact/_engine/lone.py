@@ -29,7 +29,7 @@ def _num_devices(ctx: mlir.LoweringRuleContext) -> int:
     """For how many devices a program is lowered."""
     axes: Any = ctx.module_context.axis_context
     mesh = getattr(axes, "mesh", None)  # in a `shard_map`
-    return axes.num_devices if mesh is None else mesh.size
+    return getattr(axes, "num_devices", 1) if mesh is None else mesh.size
 
 
 def _lower(ctx: mlir.LoweringRuleContext, *values: Any) -> Sequence[Any]:

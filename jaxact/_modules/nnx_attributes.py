@@ -48,7 +48,7 @@ class Attributes:
     def _changes(self) -> Iterator[Change]:
         for keys, node, before in self._before:
             after = vars(node)
-            for name in before.keys() | after.keys():
+            for name in dict.fromkeys([*before, *after]):
                 if name.startswith(_OWN):
                     continue
                 is_static = name in after and _is_static(after[name])
