@@ -71,10 +71,10 @@ class Search:
                 trial = self.uncompressed()
             else:
                 trial = self.try_(solution)
-            if trial is None and self.best(limit):  # another may be nearer the limit
-                trial = self.try_(self._next(limit, _MARGIN, step))
-            elif trial is None:
+            if trial is None and self.best(limit) is None:
                 trial = self.try_(self._least(kept_alone=True))
+            elif trial is None and margin > _MARGIN:  # another may be nearer the limit
+                trial = self.try_(self._next(limit, _MARGIN, step))
             if trial is None:
                 return
             taken = budgeted(trial.memory, self.of)

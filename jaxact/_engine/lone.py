@@ -14,6 +14,7 @@ from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
 
 from jaxact._jaxpr.types import PyTree
+from jaxact_kernels.compat import num_devices
 
 _lone_p = jex.Primitive("jaxact_lone_barrier")
 _lone_p.multiple_results = True
@@ -25,15 +26,8 @@ def lone_barrier(operands: PyTree) -> PyTree:
     return jax.tree.unflatten(tree, _lone_p.bind(*leaves))
 
 
-def _num_devices(ctx: mlir.LoweringRuleContext) -> int:
-    """For how many devices a program is lowered."""
-    axes: Any = ctx.module_context.axis_context
-    mesh = getattr(axes, "mesh", None)  # in a `shard_map`
-    return getattr(axes, "num_devices", 1) if mesh is None else mesh.size
-
-
 def _lower(ctx: mlir.LoweringRuleContext, *values: Any) -> Sequence[Any]:
-    if _num_devices(ctx) > 1:
+    if num_devices(ctx) > 1:
         return values
     wait = mlir.lower_fun(lambda *xs: lax.optimization_barrier(xs))
     return wait(ctx, *values)

@@ -32,7 +32,7 @@ from jaxact._engine.evaluation import (
 )
 from jaxact._engine.late import Late
 from jaxact._engine.lone import lone_barrier
-from jaxact._engine.places import after_products, between_blocks, joins
+from jaxact._engine.places import after_products, between_blocks, joins, joins_among
 from jaxact._engine.shared import TABLE, with_shared_operand
 from jaxact._jaxpr.compat import barrier
 from jaxact._jaxpr.primitives import REDUCTIONS
@@ -71,9 +71,10 @@ def ordered_way(backward: Jaxpr, num_cotangents: int) -> Way | None:
     A residual block alone may have a place in its middle, and one at its start.
     """
     order = Order.of(backward, len(backward.invars) - num_cotangents)
-    if len(between_blocks(order)) > 2:
+    places = between_blocks(order)
+    if len(places) > 2:
         return block_by_block
-    return join_by_join if joins(order) else None
+    return join_by_join if joins_among(places, order) else None
 
 
 def _evaluated(

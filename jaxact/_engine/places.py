@@ -60,11 +60,18 @@ def between_blocks(order: Order) -> list[int]:
 
 
 def joins(order: Order) -> list[int]:
+    """The residual joins in a block, as indices of equations."""
+    return joins_among(between_blocks(order), order)
+
+
+def joins_among(places: Sequence[int], order: Order) -> list[int]:
     """Those places where as much is live as where the call's cotangents come.
 
     Between a transformer's attention and its MLP that is the cotangent of their sum. In
     a ResNet's bottleneck it is a narrow one, with the shortcut's or without.
     """
+    if not places:
+        return []
     eqns = [order.jaxpr.eqns[i] for i in order.moving]
     live = dict(zip(order.moving, _live_bytes(eqns, order), strict=True))
 
@@ -72,7 +79,7 @@ def joins(order: Order) -> list[int]:
         ends = sorted([live[order.moving[0]], live[i]])
         return ends[1] <= _SIMILAR * ends[0]
 
-    return list(filter(is_join, between_blocks(order)))
+    return list(filter(is_join, places))
 
 
 def _live_bytes(eqns: Sequence[Eqn], order: Order) -> list[int]:

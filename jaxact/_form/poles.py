@@ -68,6 +68,7 @@ def bases_returned(
     found = returned.intersection(classes.softmaxes)
     for eqn in jaxpr.eqns:
         outputs = returned.intersection(eqn.outvars)
+        # Values behind a product are found where it is a mixture alone.
         is_mixing = eqn.primitive.name in MIXING and outputs <= factors
         if is_mixing and returned.issuperset(variables_in(eqn.invars)):
             found |= outputs

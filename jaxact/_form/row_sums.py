@@ -31,6 +31,7 @@ from jaxact._jaxpr.read import (
     contracts,
     is_float,
     is_literal,
+    is_square,
     keeps_elements,
     variables_in,
 )
@@ -279,8 +280,7 @@ def _result(eqn: Eqn, image: _Image) -> _Image | None:
     if name == "div" and eqn.invars[0] is not v:
         return None
     if name in _SCALING and is_same:
-        is_square = name == "mul" and eqn.invars[0] is eqn.invars[1]
-        return _Image(out, axes, degree * (1 + is_square))
+        return _Image(out, axes, degree * (1 + is_square(eqn)))
     if name in ("reduce_sum", "reduce_max"):
         left = [i for k, i in enumerate(axes) if k not in eqn.params["axes"]]
         return _Image(out, tuple(left), degree)

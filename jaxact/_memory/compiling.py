@@ -12,7 +12,7 @@ from jax.experimental import topologies
 from jax.stages import Compiled, Traced
 
 from jaxact._memory.targets import gpu_of
-from jaxact._modules.find import for_state
+from jaxact._modules.find import for_states
 
 T = TypeVar("T")
 # jax.Device is no type to type checkers.
@@ -81,8 +81,7 @@ def _traceable(
         )
     if hasattr(step, "trace"):
         return step
-    adapters = map(for_state, (*args, *kwargs.values()))
-    adapter = next(filter(None, adapters), None)
+    adapter = for_states((*args, *kwargs.values()))
     return jax.jit(step) if adapter is None else adapter.jit(step)
 
 

@@ -2,7 +2,7 @@
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from jaxact._modules.adapter import Adapter, StatefulAdapter
@@ -30,6 +30,11 @@ def for_arguments(args: Sequence[object]) -> Adapter | None:
         if adapter is not None:
             return adapter
     return None
+
+
+def for_states(values: Iterable[object]) -> StatefulAdapter | None:
+    """The adapter for the first value with such modules, else None."""
+    return next(filter(None, map(for_state, values)), None)
 
 
 def for_state(value: object) -> StatefulAdapter | None:

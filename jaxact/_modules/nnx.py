@@ -2,9 +2,8 @@
 
 All state goes through the transform as parameters; changed state (statistics, RNG
 counts, sown values) is written back to the caller's modules, and so are attributes that
-are no arrays. A module here is any
-object that NNX updates in place: a `Variable` and an `Rngs` too, as an argument or in a
-list, a dict or another pytree.
+are no arrays. A module here is any object that NNX updates in place: a `Variable` and
+an `Rngs` too, as an argument or in a list, a dict or another pytree.
 """
 
 import contextlib

@@ -16,6 +16,7 @@ from jaxact._trace import is_array
 _Keys: TypeAlias = tuple[Any, ...]
 # NNX's own, in a module's `__dict__`.
 _OWN = "_pytree__"
+_NOTHING = object()
 
 
 class Change(NamedTuple):
@@ -49,15 +50,13 @@ class Attributes:
         for keys, node, before in self._before:
             after = vars(node)
             for name in dict.fromkeys([*before, *after]):
-                if name.startswith(_OWN):
+                old, new = before.get(name, _NOTHING), after.get(name, _NOTHING)
+                if old is new or name.startswith(_OWN):
                     continue
-                is_static = name in after and _is_static(after[name])
-                was_static = name in before and _is_static(before[name])
-                if is_static and not was_static:
-                    yield Change(keys, name, (after[name],))
-                elif is_static and not _are_equal(before[name], after[name]):
-                    yield Change(keys, name, (after[name],))
-                elif name not in after or (was_static and not is_static):
+                if new is not _NOTHING and _is_static(new):
+                    if not (type(old) is type(new) and old == new):
+                        yield Change(keys, name, (new,))
+                elif new is _NOTHING or (old is not _NOTHING and _is_static(old)):
                     # In place of None a variable comes back with the state.
                     yield Change(keys, name, ())
 
@@ -79,7 +78,3 @@ def _is_static(value: object) -> bool:
     held = (nnx.Pytree, nnx.Variable)
     leaves = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, held))
     return not any(isinstance(x, held) or is_array(x) for x in leaves)
-
-
-def _are_equal(a: object, b: object) -> bool:
-    return a is b or (type(a) is type(b) and bool(a == b))

@@ -7,6 +7,7 @@ classes, which a call may ask for, and two equal layers have equal graphs as bef
 """
 
 import contextlib
+import dataclasses
 import functools
 import sys
 import threading
@@ -25,16 +26,11 @@ from jaxact._residual import join_paths
 _PATH = "_jaxact_path"
 
 
-class _Path(str):
+@dataclasses.dataclass(frozen=True)
+class _Path:
     """Equal to each other one: a layer is the same anywhere."""
 
-    __slots__ = ()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Path) or super().__eq__(other)
-
-    def __hash__(self) -> int:
-        return hash(_Path)
+    text: str = dataclasses.field(compare=False)
 
 
 class Place(NamedTuple):
@@ -101,12 +97,12 @@ def place_of(modules: Sequence[object], *, is_traced: bool) -> Place:
         return Place("")
     path = vars(module).get(_PATH)
     if path is not None and _stack.opened:
-        path = str(path)  # whose equality is of its letters
         call, outer = _stack.opened[-1]
-        scope = _below(outer, path)
-        return Place(scope, join_paths(call, path).removesuffix(scope).strip("/"))
-    path = _path_in_holder(module) if is_traced else None
-    return Place(scope_in_trace(type(module).__name__) if path is None else path)
+        scope = _below(outer, path.text)
+        whole = join_paths(call, path.text)
+        return Place(scope, whole.removesuffix(scope).strip("/"))
+    above = _path_in_holder(module) if is_traced else None
+    return Place(scope_in_trace(type(module).__name__) if above is None else above)
 
 
 @contextlib.contextmanager
@@ -176,12 +172,12 @@ def _with_scope(call: Callable[..., object]) -> Callable[..., object]:
     def scoped(self: object, *args: object, **kwargs: object) -> object:
         path = vars(self).get(_PATH)
         # It may be the call of a base class, from a scope of its own.
-        if path is None or not _stack.opened or str(path) == _stack.opened[-1].path:
+        if path is None or not _stack.opened or path.text == _stack.opened[-1].path:
             return call(self, *args, **kwargs)
         opened = _stack.opened[-1]
-        _stack.opened.append(_Opened(opened.call, str(path)))
+        _stack.opened.append(_Opened(opened.call, path.text))
         try:
-            with jax.named_scope(_below(opened.path, path)):
+            with jax.named_scope(_below(opened.path, path.text)):
                 return call(self, *args, **kwargs)
         finally:
             _stack.opened.pop()

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxact._flat import Flat
-from jaxact._modules.find import for_state, for_target
+from jaxact._modules.find import for_state, for_states, for_target
 from jaxact._trace import Rebuild, arguments, is_array, trace
 
 
@@ -106,11 +106,10 @@ def pure_call(
       TypeError: `fn` is no function of arrays.
     """
     _require_function(fn)
-    for value in (*args, *kwargs.values()):
-        adapter = for_state(value)
-        if adapter is not None:
-            return adapter.purify(fn, args, kwargs)
-    return PureCall(fn, args, kwargs)
+    adapter = for_states((*args, *kwargs.values()))
+    if adapter is None:
+        return PureCall(fn, args, kwargs)
+    return adapter.purify(fn, args, kwargs)
 
 
 def first_of(result: Any, call: str) -> Any:

@@ -29,6 +29,13 @@ def needs_devices() -> Program:
     return jax.make_jaxpr(identity)(jax.ShapeDtypeStruct((1,), np.uint32))
 
 
+def num_devices(ctx: LoweringRuleContext) -> int:
+    """For how many devices a program is lowered, known or not."""
+    axes = ctx.module_context.axis_context
+    mesh = getattr(axes, "mesh", None)  # in a `shard_map`
+    return getattr(axes, "num_devices", 1) if mesh is None else mesh.size
+
+
 def is_exported(ctx: LoweringRuleContext) -> bool:
     """Whether a program is lowered to be kept: `jax.export` refuses layouts in one."""
     return bool(ctx.module_context.lowering_parameters.for_export)

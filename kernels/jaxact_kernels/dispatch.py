@@ -138,8 +138,8 @@ def _lower_on_gpu(
     whole = operation.at((*mapped, *operation.shape))
     choice = choose(whole, device, implementation)
     if choice.implementation == REFERENCE:
-        in_rows = len(devices) <= 1 or compat.LAYOUTS_KEEP_SHARDINGS
-        in_rows = in_rows and not compat.is_exported(ctx)
+        can_constrain = len(devices) <= 1 or compat.LAYOUTS_KEEP_SHARDINGS
+        in_rows = can_constrain and not compat.is_exported(ctx)
         lower = _lower_in_rows if in_rows else _lower_definition
         return lower(ctx, *values, definition=definition, operation=operation)
     assert device is not None  # or every kernel had declined
