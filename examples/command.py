@@ -44,11 +44,16 @@ def parser(doc: str | None, policies: Iterable[str]) -> argparse.ArgumentParser:
         default="small",
         help="small: for a CPU; full: for a GPU",
     )
-    add("--steps", type=int, help="of the whole training")
-    add("--batch", type=int, help="examples in a step")
+    add("--steps", type=at_least_one, help="of the whole training")
+    add("--batch", type=at_least_one, help="examples in a step")
     add("--seed", type=int, default=0, help="of parameters and of the data's order")
     add("--checkpoint", type=Path, help="save in this folder, and go on from there")
-    add("--save-every", type=int, default=100, help="steps from one saving to the next")
+    add(
+        "--save-every",
+        type=at_least_one,
+        default=100,
+        help="steps from one saving to the next",
+    )
     add(
         "--target",
         choices=TARGETS,
@@ -56,6 +61,17 @@ def parser(doc: str | None, policies: Iterable[str]) -> argparse.ArgumentParser:
     )
     add("--dry-run", action="store_true", help="the table of memory alone; no training")
     return options
+
+
+def at_least_one(text: str) -> int:
+    """A count on the command line.
+
+    Raises:
+      argparse.ArgumentTypeError: it is less than 1.
+    """
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return int(text)
 
 
 def exit_alone(message: str) -> NoReturn:

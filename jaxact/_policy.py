@@ -249,7 +249,9 @@ class Policy(Saved):
         """
         for index, rule in enumerate(self.rules):
             if rule.matches(residual):
-                return _apply(rule.action, residual, Reason.RULE, index)
+                return _apply(
+                    _for_mask(rule.action, residual), residual, Reason.RULE, index
+                )
         small = residual.size < SMALL_SIZE or residual.size <= small_size
         is_float = jnp.issubdtype(residual.dtype, jnp.floating)
         spared = is_float and (statistic or small)
@@ -269,6 +271,14 @@ class Policy(Saved):
             reason = Reason.SMALL if small else Reason.STATISTIC
             return Decision(residual, Exact(), reason)
         return _apply(self._action_for(residual), residual, Reason.BITS)
+
+
+def _for_mask(action: Action, residual: Residual) -> Action:
+    """A rule's action; a codec of floats gives a mask one bit, as without a rule."""
+    is_mask = residual.dtype == jnp.bool_
+    if not is_mask or action.declines(residual.shape, residual.dtype) is None:
+        return action
+    return Offload(Bitmask()) if isinstance(action, Offload) else Bitmask()
 
 
 def _apply(

@@ -247,8 +247,12 @@ def _decoded_again(
 
 def _restored(plan: StoragePlan, decoded: Sequence[jax.Array], env: Env) -> Env:
     """The residuals, given their decoded values."""
-    pairs = zip(plan.packed, decoded, strict=True)
-    return {v: _residual(v, x, plan, env) for v, x in pairs}
+    found: Env = {}
+    for v, x in zip(plan.packed, decoded, strict=True):
+        found[v] = _residual(v, x, plan, env)
+        if v in plan.normalized:
+            found |= plan.normalized[v].known(x, env)
+    return found
 
 
 def _residual(v: Var, decoded: jax.Array, plan: StoragePlan, env: Env) -> jax.Array:

@@ -123,8 +123,8 @@ def _narrowed(plan: StoragePlan, residuals: Sequence[Atom]) -> StoragePlan:
             needed.update(step.inputs)
             replay.append(step)
     for v, norm in plan.normalized.items():
-        if v in needed:
-            needed.update(norm.statistics)
+        if not needed.isdisjoint((v, norm.centered)):
+            needed.update((v, *norm.statistics))
     packed = set(plan.packed)
     decisions = {
         v: d for v, d in plan.decisions.items() if v in needed or v not in packed

@@ -43,7 +43,8 @@ section 3. BatchNorm and ReLU from one array and a bit: AC-GC (Evans and Aamodt 
 keeps the same for ReLU alone.
 """
 
-from jaxact._form.bases import flattened as flattened, plan_bases as plan_bases
+from jaxact._form.bases import plan_bases as plan_bases
+from jaxact._form.flattening import flattened as flattened
 from jaxact._form.rewriting import rewrite as rewrite
 from jaxact._form.rule_factors import (
     least as least,

@@ -3,25 +3,20 @@
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
-from jaxact._codec import Bias, Exact, Recompute
+from jaxact._codec import Bias, Bitmask, Exact, Recompute
 from jaxact._decision import Decision, Reason, Remark
 from jaxact._flat import Flat
 from jaxact._form.affine_classes import classify
-from jaxact._form.cells import cell_body
 from jaxact._form.chooser import Chooser
 from jaxact._form.conditioning import ill_conditioned
 from jaxact._form.cuts import is_cut_at_groups
 from jaxact._form.derivative import DERIVATIVE_OF
-from jaxact._form.masked import with_masked
 from jaxact._form.norms import Norms, norms_in
-from jaxact._form.pooling import pool_body
-from jaxact._form.softmax import softmax_body
 from jaxact._form.sources import sources_near_poles
 from jaxact._jaxpr.flow import fact_of
 from jaxact._jaxpr.primitives import ELEMENTWISE, PLACEMENTS, VIEWS
 from jaxact._jaxpr.read import is_float, is_literal, variables_in
-from jaxact._jaxpr.rewrite import Body, flatten, inlinable_body, with_held_programs
-from jaxact._jaxpr.types import Atom, Eqn, Jaxpr, Var
+from jaxact._jaxpr.types import Atom, Eqn, Var
 from jaxact._plan.forward import Forward
 from jaxact._plan.reading import (
     Reading,
@@ -78,11 +73,14 @@ def plan_bases(
     statistics = [v for n in normalized.values() for v in n.statistics]
     classes = bases.chooser.classes.with_kept(set(statistics))
     chooser = dataclasses.replace(bases.chooser, classes=classes)
-    kept, replayed = chooser.derive([*reading.leaves, *statistics], stored)
+    known = stored + [n.centered for n in normalized.values() if n.centered]
+    kept, replayed = chooser.derive([*reading.leaves, *statistics], known)
     for v in _sources(chooser, recomputed, stored):
         decisions[v] = decisions[v].biased(Remark.RECOMPUTED_FROM)
-    decisions |= {v: _decide_exact(bases, v) for v in kept}
-    return finish(reading, decisions, _replay(chooser, replayed), normalized)
+    replay = _replay(chooser, replayed)
+    sources = {v for step in replay for v in step.inputs}.union(statistics)
+    decisions |= {v: _decide_exact(bases, v, v in sources) for v in kept}
+    return finish(reading, decisions, replay, normalized)
 
 
 def _replay(chooser: Chooser, replayed: Collection[int]) -> list[Replay]:
@@ -92,27 +90,6 @@ def _replay(chooser: Chooser, replayed: Collection[int]) -> list[Replay]:
         for eqn in chooser.jaxpr.eqns
         if id(eqn) in replayed
     ]
-
-
-def flattened(forward: Forward) -> Forward:
-    """A forward program with its calls, cells and pools inlined."""
-
-    def body(eqn: Eqn) -> Body | None:
-        return _own_body(eqn) or inlinable_body(eqn)
-
-    jaxpr, constants = flatten(forward.jaxpr, body)
-    jaxpr = with_held_programs(jaxpr, _without_forms)
-    consts = (*forward.consts, *constants)
-    return with_masked(dataclasses.replace(forward, jaxpr=jaxpr, consts=consts))
-
-
-def _without_forms(_: Eqn, inside: Jaxpr) -> Jaxpr:
-    """A program in an equation, with its cells, pools and softmaxes inlined."""
-    return with_held_programs(flatten(inside, _own_body)[0], _without_forms)
-
-
-def _own_body(eqn: Eqn) -> Body | None:
-    return cell_body(eqn) or pool_body(eqn) or softmax_body(eqn)
 
 
 def _bases(reading: Reading) -> _Bases:
@@ -290,13 +267,23 @@ def _decide_base(bases: _Bases, v: Var) -> Decision:
     return decision.repeated() if uses.repeated & bit else decision
 
 
-def _decide_exact(bases: _Bases, v: Var) -> Decision:
+def _decide_exact(bases: _Bases, v: Var, is_source: bool) -> Decision:
+    """About an exact value, which no rule rounds if others are computed from it."""
     reading, residual = bases.reading, _residual(bases.reading, bases.chooser, v)
     if v in bases.spared:
         return Decision(residual, Exact(), bases.spared[v])
-    return decide_unrounded(reading, v, residual) or reading.decide(
-        residual, statistic=True
-    )
+    if unrounded := decide_unrounded(reading, v, residual):
+        return unrounded
+    decision = reading.decide(residual, statistic=True)
+    is_again = isinstance(decision.action, Recompute)
+    if is_again and residual.dtype == bool:
+        return dataclasses.replace(decision, action=Bitmask(), bias=Bias.EXACT)
+    if is_again or (is_source and decision.bias is not Bias.EXACT):
+        why = "others are computed from it"
+        return dataclasses.replace(
+            decision, action=Exact(), bias=Bias.EXACT, declined=why
+        )
+    return decision
 
 
 def _is_rounded_by_default(reading: Reading, chooser: Chooser, v: Var) -> bool:

@@ -108,7 +108,7 @@ class Norms:
                 continue
             (mean,) = means
             if (mean.axes, mean.is_gathered) == (found.axes, found.is_gathered):
-                return dataclasses.replace(found, mean=mean.variable)
+                return dataclasses.replace(found, mean=mean.variable, centered=centered)
         return self._scaled_by(x) or self.sums.normalizing(x)
 
     def _scaled_by(self, x: Var) -> Normalized | None:

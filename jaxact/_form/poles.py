@@ -8,6 +8,8 @@ exact both factors cancel as they do without rounding.
 
 from collections.abc import Mapping, Sequence, Set
 
+import jax.numpy as jnp
+
 from jaxact._form.affine_classes import Classes
 from jaxact._form.pole_arguments import MIXING, arguments_near_poles
 from jaxact._form.returned import values_returned
@@ -135,7 +137,7 @@ def _only_source(
     """
     while True:
         eqn = producers.get(v)
-        if eqn is None or eqn.primitive.name not in cheap or eqn.effects:
+        if eqn is None or not _is_passed(eqn, cheap):
             return v
         operands = {u for u in variables_in(eqn.invars) if not classes.is_exact(u)}
         if len(operands) != 1 or next(iter(operands)).aval.size > v.aval.size:
@@ -160,10 +162,21 @@ def sources_behind(
     while todo:
         x = todo.pop()
         eqn = None if x in ends else producers.get(x)
-        if eqn is None or eqn.primitive.name not in cheap or eqn.effects:
+        if eqn is None or not _is_passed(eqn, cheap):
             sources.add(x)
             continue
         new = [u for u in variables_in(eqn.invars) if u not in seen]
         seen.update(new)
         todo += [u for u in new if not classes.is_exact(u)]
     return sources
+
+
+def _is_passed(eqn: Eqn, cheap: Set[str]) -> bool:
+    """Whether sources are looked for behind an equation.
+
+    Not in complex numbers, which a codec leaves as they are: the size of a Fourier
+    coefficient takes half of its bytes.
+    """
+    dtypes = [x.aval.dtype for x in variables_in(eqn.invars)]
+    is_complex = any(jnp.issubdtype(t, jnp.complexfloating) for t in dtypes)
+    return eqn.primitive.name in cheap and not eqn.effects and not is_complex

@@ -77,6 +77,7 @@ class Normalized:
       steps: the equations that gather them, where they are not kept themselves.
       sources: variables that `steps` starts from.
       degree: the deviation is the root with this degree: 2 for a sum of squares.
+      centered: the variable that the program subtracts the mean for.
       then: another map, by rows along other axes: a matrix has two norms.
     """
 
@@ -89,6 +90,7 @@ class Normalized:
     steps: tuple[Replay, ...] = ()
     sources: tuple[Var, ...] = ()
     degree: float = 1
+    centered: Var | None = None
     then: "Normalized | None" = None
 
     def of_power(self, exponent: float) -> "Normalized":
@@ -139,13 +141,33 @@ class Normalized:
 
     def undo(self, stored: jax.Array, env: Env, dtype: Dtype) -> jax.Array:
         """`x`, given its normalized array."""
+        x = self._centered(stored, env)
+        *mean, _ = self._along(x, env)
+        return (x + mean[0] if mean else x).astype(dtype)
+
+    def known(self, stored: jax.Array, env: Env) -> Env:
+        """`centered`, given the normalized array of `x`.
+
+        Not from `x`, in float32 or wider: XLA adds the mean there and subtracts it
+        again, in each kernel that reads it (a ResNet-50 step is predicted to take 15.2
+        instead of 15.0 ms on an H100).
+        """
+        if self.centered is None:
+            return {}
+        dtype = self.centered.aval.dtype
+        return {self.centered: self._centered(stored, env).astype(dtype)}
+
+    def _centered(self, stored: jax.Array, env: Env) -> jax.Array:
+        """`x` less its mean."""
         if self.then:
             stored = self.then.undo(stored, env, stored.dtype)
-        shape = [n if axis in self.axes else 1 for axis, n in enumerate(stored.shape)]
-        coefficients = self._coefficients(stored, env)
-        *mean, scale = [c.reshape(shape) for c in coefficients]
-        x = stored * (1 / scale if self.inverse else scale)
-        return (x + mean[0] if mean else x).astype(dtype)
+        *_, scale = self._along(stored, env)
+        return stored * (1 / scale if self.inverse else scale)
+
+    def _along(self, x: jax.Array, env: Env) -> list[jax.Array]:
+        """The coefficients, with as many axes as `x`."""
+        shape = [n if axis in self.axes else 1 for axis, n in enumerate(x.shape)]
+        return [c.reshape(shape) for c in self._coefficients(x, env)]
 
     def like(self, v: Var) -> jax.ShapeDtypeStruct:
         """The normalized array's shape and dtype, for a variable."""
