@@ -203,6 +203,15 @@ def test_an_error_of_the_command_is_one_line(tmp_path, monkeypatch, words, messa
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("option", ["--steps", "--batch", "--save-every"])
+def test_counts_of_none_are_refused(option, capsys):
+    import loop
+
+    with pytest.raises(SystemExit):
+        loop.parser("").parse_args([option, "0"])
+    assert f"argument {option}: 0 is less than 1" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("example", ["loop", "quickstart", "graph", "lora"])
 def test_every_option_says_what_it_is_for(example):
     module = importlib.import_module(example)
