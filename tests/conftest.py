@@ -27,7 +27,8 @@ hypothesis.settings.load_profile("jaxact")
 ROOT = Path(__file__).parent.parent
 # Where the examples and benchmarks are run from, so that they import one another.
 SCRIPTS = "examples", "examples/benchmarks", "kernels/benchmarks"
-# Of the variants of one test, how many `--quick` runs: the first and the last.
+# Of the variants of one test, how many `--quick` runs: the first and the last; only the
+# first of one about numbers, which is marked `unoptimized`.
 VARIANTS = 2
 
 
@@ -35,8 +36,8 @@ def pytest_addoption(parser):
     parser.addoption(
         "--quick",
         action="store_true",
-        help=f"leave out slow and thorough tests, and all but {VARIANTS} variants of "
-        "each other test",
+        help="leave out slow and thorough tests, and all but one variant of each test "
+        f"about numbers, or {VARIANTS} of any other",
     )
 
 
@@ -62,8 +63,9 @@ def _is(item, marker):
 
 
 def _some(variants):
-    """`VARIANTS` of them, evenly spaced; all, if there are no more."""
-    steps = min(len(variants), VARIANTS) - 1
+    """`VARIANTS` of them, evenly spaced, or one; all, if there are no more."""
+    count = 1 if _is(variants[0], "unoptimized") else VARIANTS
+    steps = min(len(variants), count) - 1
     if not steps:
         return variants[:1]
     return [variants[(len(variants) - 1) * i // steps] for i in range(steps + 1)]

@@ -90,6 +90,7 @@ def test_eight_gpus_exchange_what_they_do_uncompressed(kind, layout):
     assert exchanges(packed) == exchanges(plain)
 
 
+@pytest.mark.thorough
 @needs_target
 def test_rows_cut_through_their_groups_take_less_memory():
     """A hidden layer of 768 on four devices; more than 0.8 where XLA gathered it."""

@@ -251,7 +251,9 @@ def _restored(plan: StoragePlan, decoded: Sequence[jax.Array], env: Env) -> Env:
     for v, x in zip(plan.packed, decoded, strict=True):
         found[v] = _residual(v, x, plan, env)
         if v in plan.normalized:
-            found |= plan.normalized[v].known(x, env)
+            with in_mesh_of(x):
+                known = plan.normalized[v].known(x, env)
+            found |= {u: _placed(value, u) for u, value in known.items()}
     return found
 
 

@@ -12,6 +12,8 @@ import jaxact
 from jaxact import Exact, Policy, Quantize, Rule
 from support.programs import assert_same_bits, relative_error, same_bits
 
+pytestmark = pytest.mark.unoptimized
+
 W, X = jnp.ones((64, 64)) / 8, jax.random.normal(jax.random.key(0), (32, 64))
 
 

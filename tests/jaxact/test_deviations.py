@@ -7,6 +7,8 @@ from jax import lax
 
 from support.backward_programs import Program, agree, draw, normal, quick_jit, uneven
 
+pytestmark = pytest.mark.unoptimized
+
 SIZE = 256
 VARIANCE = 1e-4 * (0.5 + uneven(2, SIZE))
 START = jnp.int32(120)

@@ -17,6 +17,8 @@ from support import oracle
 from support.eight_devices import collectives, run_on_eight_devices
 from support.subjects import jit_interpreted
 
+pytestmark = pytest.mark.unoptimized
+
 FAILURE = 1e-9
 SEED = np.uint32(7)
 

@@ -9,6 +9,8 @@ from jax import lax
 from support.backward_programs import Program, check, normal, uneven
 from support.variants import thorough
 
+pytestmark = pytest.mark.unoptimized
+
 
 def linear(x, w):
     return x @ w

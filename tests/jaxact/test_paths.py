@@ -14,6 +14,8 @@ import jaxact
 from jaxact import Policy
 from support.variants import thorough
 
+pytestmark = pytest.mark.unoptimized
+
 WIDTH, LENGTH, BATCH, LAYERS = 64, 16, 8, 4
 X = jax.random.normal(jax.random.key(0), (BATCH, LENGTH, WIDTH))
 TWO_BITS = Policy(bits=2)

@@ -163,6 +163,7 @@ def test_the_usual_ways_stand_on_the_frontier(plans):
     assert "dots_saveable" in str(found)
 
 
+@pytest.mark.thorough
 def test_a_budget_that_is_too_small():
     with pytest.raises(ValueError) as error:
         jaxact.plan(*network(layers=2), budget=10_000, actions=[Quantize(1)])

@@ -23,6 +23,8 @@ from jaxact import (
 )
 from jaxact.policies import acgc, actnn, by_name, division, gact
 
+pytestmark = pytest.mark.unoptimized
+
 PRESETS = {
     **{f"actnn({n})": (actnn, n) for n in range(6)},
     "gact(4)": (gact, 4),

@@ -16,6 +16,8 @@ import jaxact
 from jaxact import CompressionWarning, Exact, Policy, Quantize, Rule
 from support.variants import thorough
 
+pytestmark = pytest.mark.unoptimized
+
 WIDTH = 64
 X = jax.random.normal(jax.random.key(0), (8, 16, WIDTH))
 

@@ -20,6 +20,8 @@ from jaxact import (
     compress,
 )
 
+pytestmark = pytest.mark.unoptimized
+
 X = jax.random.normal(jax.random.key(0), (4, 64, 64))
 W = jax.random.normal(jax.random.key(1), (64, 64)) / 8
 KEY = jax.random.key(2)

@@ -8,6 +8,8 @@ import jaxact
 from jaxact import Policy
 from support.programs import gradient_error
 
+pytestmark = pytest.mark.unoptimized
+
 T, D = 512, 64
 MATRIX = jax.random.normal(jax.random.key(2), (D, D)) * 3 / 8
 X = jax.random.normal(jax.random.key(5), (T, D))

@@ -16,6 +16,8 @@ from support.gpu_target import needs_target
 from support.programs import relative_error
 from support.variants import mostly_thorough
 
+pytestmark = pytest.mark.unoptimized
+
 X = jnp.asarray(np.random.default_rng(0).normal(size=(16, 64)), jnp.float32)
 
 

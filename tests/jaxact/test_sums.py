@@ -15,6 +15,8 @@ from jaxact._jaxpr.compat import open_jaxpr
 from jaxact._memory.compiling import compile_step
 from support.gpu_target import needs_target
 
+pytestmark = pytest.mark.unoptimized
+
 ROWS, C = (64, 7, 7), 512
 P = {name: jax.ShapeDtypeStruct((C, C), jnp.bfloat16) for name in "ab"}
 X = jax.ShapeDtypeStruct((*ROWS, C), jnp.bfloat16)
