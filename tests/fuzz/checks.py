@@ -358,6 +358,14 @@ def check_jit(program: Program, p: Plain) -> list[Failure]:
     return [Failure("jit", f"output {d}") for d in found]
 
 
+def check_rules(program: Program, p: Plain) -> list[Failure]:
+    """Rules for all that a program keeps, statistics and masks too, have a gradient."""
+    for action in (jaxact.Quantize(4), jaxact.Recompute()):
+        f = _compressed(program, p, jaxact.Policy(rules=(jaxact.Rule(action),)))
+        jax.make_jaxpr(with_gradient(f))(p.args, p.cotangents)  # no error
+    return []
+
+
 def check_used_again(program: Program, p: Plain) -> list[Failure]:
     """(h) One trace, used again for each argument alone, has each one's gradient."""
     f = jax.jit(_compressed(program, p, EXACT))

@@ -52,6 +52,7 @@ def judge(program: Program, *, thorough: bool) -> list[Failure]:
             attempt("mean", lambda: checks.check_mean(program, p, r8, r4))
     if thorough:
         attempt("batched", lambda: checks.check_batched(program, p))
+        attempt("rules", lambda: checks.check_rules(program, p))
         attempt("used again", lambda: checks.check_used_again(program, p))
         attempt("jit", lambda: checks.check_jit(program, p))
     return failures
