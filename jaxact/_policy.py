@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxact import _codec
-from jaxact._codec import Action, Bias, Bitmask, Exact, Offload, Quantize
+from jaxact._codec import Action, Bias, Bitmask, Exact, Offload, Quantize, Recompute
 from jaxact._codec.checks import checked_bits, checked_dtype, checked_int
 from jaxact._decision import Decision, Reason
 from jaxact._recompute import Recomputation, checked, recomputation_of
@@ -249,9 +249,8 @@ class Policy(Saved):
         """
         for index, rule in enumerate(self.rules):
             if rule.matches(residual):
-                return _apply(
-                    _for_mask(rule.action, residual), residual, Reason.RULE, index
-                )
+                action = _for_mask(rule.action, residual, statistic)
+                return _apply(action, residual, Reason.RULE, index)
         small = residual.size < SMALL_SIZE or residual.size <= small_size
         is_float = jnp.issubdtype(residual.dtype, jnp.floating)
         spared = is_float and (statistic or small)
@@ -273,10 +272,14 @@ class Policy(Saved):
         return _apply(self._action_for(residual), residual, Reason.BITS)
 
 
-def _for_mask(action: Action, residual: Residual) -> Action:
-    """A rule's action; a codec of floats gives a mask one bit, as without a rule."""
-    is_mask = residual.dtype == jnp.bool_
-    if not is_mask or action.declines(residual.shape, residual.dtype) is None:
+def _for_mask(action: Action, residual: Residual, statistic: bool) -> Action:
+    """A rule's action; but one bit for a mask, as without a rule, if it is for others.
+
+    A codec of floats declines one, and what others are computed from is not recomputed.
+    """
+    is_again = statistic and isinstance(action, Recompute)
+    is_declined = action.declines(residual.shape, residual.dtype) is not None
+    if residual.dtype != jnp.bool_ or not (is_again or is_declined):
         return action
     return Offload(Bitmask()) if isinstance(action, Offload) else Bitmask()
 

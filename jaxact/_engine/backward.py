@@ -241,7 +241,7 @@ def _decoded_again(
             arrays = barrier(packed[v].arrays)
             residual = dataclasses.replace(packed[v], arrays=arrays)
             decoded = _decoded(storage, residual)
-            found[step.eqn.outvars[0]] = _residual(v, decoded, plan, {})
+            found[step.eqn.outvars[0]] = _residuals(v, decoded, plan, {})[v]
     return found
 
 
@@ -249,20 +249,20 @@ def _restored(plan: StoragePlan, decoded: Sequence[jax.Array], env: Env) -> Env:
     """The residuals, given their decoded values."""
     found: Env = {}
     for v, x in zip(plan.packed, decoded, strict=True):
-        found[v] = _residual(v, x, plan, env)
-        if v in plan.normalized:
-            with in_mesh_of(x):
-                known = plan.normalized[v].known(x, env)
-            found |= {u: _placed(value, u) for u, value in known.items()}
+        found |= _residuals(v, x, plan, env)
     return found
 
 
-def _residual(v: Var, decoded: jax.Array, plan: StoragePlan, env: Env) -> jax.Array:
-    """The residual, given its decoded value: some are stored through a map."""
+def _residuals(v: Var, decoded: jax.Array, plan: StoragePlan, env: Env) -> Env:
+    """The residual, given its decoded value: some are stored through a map.
+
+    And others that are known with it.
+    """
     if v not in plan.maps:
-        return _placed(decoded, v)
+        return {v: _placed(decoded, v)}
     with in_mesh_of(decoded):
-        return _placed(plan.maps[v].undo(decoded, env, v.aval.dtype), v)
+        known = plan.maps[v].restore(v, decoded, env)
+        return {u: _placed(x, u) for u, x in known.items()}
 
 
 def _placed(x: jax.Array, v: Var) -> jax.Array:

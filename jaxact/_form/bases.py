@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
-from jaxact._codec import Bias, Bitmask, Exact, Recompute
+from jaxact._codec import Bias, Exact, Recompute
 from jaxact._decision import Decision, Reason, Remark
 from jaxact._flat import Flat
 from jaxact._form.affine_classes import classify
@@ -276,8 +276,6 @@ def _decide_exact(bases: _Bases, v: Var, is_source: bool) -> Decision:
         return unrounded
     decision = reading.decide(residual, statistic=True)
     is_again = isinstance(decision.action, Recompute)
-    if is_again and residual.dtype == bool:
-        return dataclasses.replace(decision, action=Bitmask(), bias=Bias.EXACT)
     if is_again or (is_source and decision.bias is not Bias.EXACT):
         why = "others are computed from it"
         return dataclasses.replace(

@@ -55,9 +55,9 @@ class Copy:
         """The array, given the residual; no other value is read."""
         return x.astype(self.dtype).transpose(self.order)
 
-    def undo(self, stored: jax.Array, env: Env, dtype: Dtype) -> jax.Array:
-        """The residual, of this dtype, given the array."""
-        return stored.transpose(np.argsort(self.order)).astype(dtype)
+    def restore(self, v: Var, stored: jax.Array, env: Env) -> Env:
+        """The residual `v`, given the array."""
+        return {v: stored.transpose(np.argsort(self.order)).astype(v.aval.dtype)}
 
     def like(self, v: Var) -> jax.ShapeDtypeStruct:
         """The array's shape and dtype, for a variable."""
