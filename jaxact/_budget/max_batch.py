@@ -22,8 +22,12 @@ from jaxact._saved import Saved
 from jaxact._tabular import Column, Tabular, bytes_text
 from jaxact._using import Override, overriding
 
-# Compiled steps for a policy.
-MOST_COMPILES = 5
+# Compiled steps for a policy. Four suffice where memory is affine in the batch; a bend,
+# or the padding of small arrays, takes more (7 in the mean of random such curves).
+MOST_COMPILES = 10
+# From this one on, every other halves what is left: predictions may near a bend from
+# one side in small steps.
+_MOST_PREDICTED = 6
 # The first two are of these many multiples: small, but no edge case as a batch of 1.
 _FIRST, _SECOND = 4, 16
 # Where nothing seems to grow with the batch.
@@ -101,11 +105,11 @@ class LargestBatches(Tabular):
 
     def _table(self) -> tuple[list[Column[LargestBatch]], tuple[LargestBatch, ...]]:
         first = max(1, self.rows[0].batch)
-        larger = lambda row: (
-            f"{bytes_text(row.next_bytes)} at {row.batch + self.multiple_of}"
-            if row.next_bytes is not None
-            else "not compiled"
-        )
+        above = lambda row: [c for c in row.compiled if c.batch > row.batch]
+        larger = lambda row: min(
+            ((c.batch, f"{bytes_text(c.bytes)} at {c.batch}") for c in above(row)),
+            default=(0, "not compiled"),
+        )[1]
         columns: list[Column[LargestBatch]] = [
             Column("policy", lambda row: row.name),
             Column("batch", lambda row: str(row.batch), is_number=True),
@@ -130,8 +134,9 @@ def max_batch(
 ) -> LargestBatches:
     """Find the largest batch whose step fits the device, for each policy.
 
-    Steps are compiled, at most 5 for a policy, and nothing runs. A row is certified:
-    the batch fits and the next larger one does not, both compiled.
+    Steps are compiled, about 4 for a policy and at most 10, and nothing runs. A row is
+    certified: the batch fits and the next larger one does not, both compiled; the
+    table says which row is not, as its memory bends too often.
 
     Args:
       step_of_batch: from a batch size to the step and its arguments, which may be
@@ -259,9 +264,11 @@ class _Search:
             return _FIRST * unit
         if count == 1:
             return _SECOND * unit if high is None else unit
-        wanted = self._predicted()
-        if num_compiled == MOST_COMPILES - 1 and low:
-            wanted = low  # its neighbour, below: to certify it
+        late = num_compiled - _MOST_PREDICTED
+        if high is not None and late >= 0 and late % 2 == 0:
+            wanted = (low + high) // 2 // unit * unit
+        else:
+            wanted = self._predicted()
         wanted = low + unit if wanted <= low else wanted
         if high is not None:
             wanted = min(wanted, high - unit)

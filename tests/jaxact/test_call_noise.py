@@ -16,6 +16,8 @@ import pytest
 import jaxact
 from jaxact import Policy, Quantize
 
+pytestmark = pytest.mark.unoptimized
+
 POLICY = Policy(default=Quantize(bits=2))
 X = jax.random.normal(jax.random.key(0), (16, 64))
 W = jnp.ones_like(X)

@@ -14,6 +14,8 @@ from support.gpu_target import needs_target
 from support.programs import relative_error
 from support.variants import mostly_thorough
 
+pytestmark = pytest.mark.unoptimized
+
 KEYS = jax.random.split(jax.random.key(0), 3)
 Q = jax.random.normal(KEYS[0], (2, 48, 4, 8))
 K = jax.random.normal(KEYS[1], (2, 40, 4, 8))

@@ -8,6 +8,8 @@ import pytest
 import jaxact
 from jaxact import Policy, Quantize
 
+pytestmark = pytest.mark.unoptimized
+
 BITS, ROWS, LENGTH, GROUPS = 4, 8, 500, 2
 HALF = 256  # elements of a group but the last: 500 in two groups of 256
 MOST = np.finfo(np.float64).max

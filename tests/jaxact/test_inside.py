@@ -4,6 +4,8 @@ JAX differentiates the programs in these as they are; they are stored as well as
 same functions outside.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,13 +15,15 @@ from jax.sharding import Mesh, PartitionSpec, SingleDeviceSharding
 
 import jaxact
 from jaxact import Exact, Policy
-from support.programs import gradient_error
+from support.programs import gradient_error as eager_gradient_error
 from support.variants import thorough
 
 pytestmark = [
     pytest.mark.unoptimized,
     pytest.mark.filterwarnings("ignore::jaxact.CompressionWarning"),
 ]
+
+gradient_error = functools.partial(eager_gradient_error, jit=True)
 
 X = jax.random.normal(jax.random.key(0), (16, 128))
 W = jax.random.normal(jax.random.key(1), (128, 128)) / 128**0.5

@@ -9,6 +9,8 @@ from jaxact import Adaptive, Cost, Dithered, Quantize, Rotated
 from jaxact._bits.cost import levels_variance
 from support.variants import thorough
 
+pytestmark = pytest.mark.unoptimized
+
 F32 = jnp.float32
 WIDTHS = tuple(range(1, 9))
 

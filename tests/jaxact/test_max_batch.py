@@ -94,6 +94,18 @@ def test_a_search_ends_where_nothing_grows():
     assert len(row.compiled) <= MOST_COMPILES
 
 
+@pytest.mark.parametrize("unit", [1, 2, 8])
+@pytest.mark.parametrize("rows", [434, 2000, 65_000])
+def test_small_batches_say_little_of_large_ones(unit, rows):
+    """Of four small layers, weights hide what rows take until there are many."""
+    size = lambda n: 1_060_000 + max(9000 * n, 17_000 * (n - 32))
+    limit = size(rows) + 5000
+    row = searched(size, limit, unit)
+    assert size(row.batch) <= limit
+    assert row.batch == rows // unit * unit and row.is_certified
+    assert len(row.compiled) <= 8
+
+
 def test_a_curve_that_bends_gives_a_batch_that_fits():
     row = searched(lambda n: n**2, 10**8)
     assert row.batch**2 <= 10**8

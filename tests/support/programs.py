@@ -166,8 +166,13 @@ def relative_error(a, b):
     return np.linalg.norm(flat(a) - flat(b)) / np.linalg.norm(flat(b))
 
 
-def gradient_error(f, *args, policy, argnums=0, seed=0):
-    """Relative error of one draw's gradient of sum(f * normal), as float64 norms."""
+def gradient_error(f, *args, policy, argnums=0, seed=0, jit=False):
+    """Relative error of one draw's gradient of sum(f * normal), as float64 norms.
+
+    Args:
+      jit: compile it whole. Inside of a shard_map every operation is else compiled
+        anew; elsewhere operations were compiled for other tests, and this is slower.
+    """
 
     def loss(f):
         def of(*args):
@@ -178,7 +183,8 @@ def gradient_error(f, *args, policy, argnums=0, seed=0):
         return of
 
     small = jaxact.compress(f, policy=policy, activations=range(len(args)))
-    gradient = lambda f: jax.grad(loss(f), argnums=argnums)(*args)
+    compiled = jax.jit if jit else lambda f: f
+    gradient = lambda f: compiled(jax.grad(loss(f), argnums=argnums))(*args)
     return relative_error(gradient(small), gradient(f))
 
 
