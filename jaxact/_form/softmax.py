@@ -26,7 +26,7 @@ from jaxact._form.returned import values_returned
 from jaxact._form.statistics import contracted_in
 from jaxact._jaxpr.evaluate import bind, traced_at, value_of
 from jaxact._jaxpr.links import Links
-from jaxact._jaxpr.primitives import CASTS, POLES
+from jaxact._jaxpr.primitives import CASTS, LABELS, POLES, VIEWS
 from jaxact._jaxpr.read import (
     is_literal,
     keeps_elements,
@@ -64,10 +64,12 @@ class Softmax:
 
     Attributes:
       axes: that it sums along.
+      moves: those that the exponential goes through first: heads beside queries.
     """
 
     eqns: Sequence[Eqn]
     axes: tuple[int, ...]
+    moves: Sequence[Eqn] = ()
 
     @property
     def scores(self) -> Atom:
@@ -104,16 +106,19 @@ def _softmax(quotient: Eqn, producers: Producers) -> Softmax | None:
     numerator, divisor = quotient.invars
     back = list(_makers(divisor, producers, CASTS | {"reshape", "broadcast_in_dim"}))
     sums = _maker(back[-1].invars[0], producers, "reduce_sum") if back else None
-    exponential = _maker(numerator, producers, "exp")
-    if sums is None or exponential is None:
+    moves = list(_makers(numerator, producers, VIEWS - CASTS - LABELS))[::-1]
+    moved = moves[0].invars[0] if moves else numerator
+    exponential = _maker(moved, producers, "exp")
+    if sums is None or exponential is None or is_literal(numerator):
         return None
     casts = list(_makers(sums.invars[0], producers, CASTS))
     axes = tuple(sums.params["axes"])
     if [sums, *casts][-1].invars[0] is not numerator:
         return None
-    if not _puts_back(back[::-1], axes, exponential.outvars[0]):
+    if not _puts_back(back[::-1], axes, numerator):
         return None
-    return Softmax((exponential, *casts[::-1], sums, *back[::-1], quotient), axes)
+    eqns = (exponential, *moves, *casts[::-1], sums, *back[::-1], quotient)
+    return Softmax(eqns, axes, moves)
 
 
 def _maker(v: Atom, producers: Producers, name: str) -> Eqn | None:
@@ -223,6 +228,8 @@ def _differentiate(
     if isinstance(t, ad.Zero):
         return [y], [ad.Zero(softmax.output.aval.to_tangent_aval())]
     with traced_at(softmax.eqns[-1]):
+        for eqn in softmax.moves:
+            (t,) = bind(eqn, [t])
         summed = y if narrow is None else again(y, narrow)
         slope = slope_p.bind(y, summed, t, axes=softmax.axes, is_plain=is_plain)
         return [y], [slope]
