@@ -47,8 +47,9 @@ _SCALING = (
 _MAXIMA = frozenset("reduce_max cummax pmax scatter-max scatter_max".split())
 # From maxima to the value that scores are shifted by.
 _SHIFTING = MOVES | _MAXIMA | COMPARISONS | frozenset("max select_n gather".split())
-# In place of an axis: segments, which are no rows.
-_SEGMENT = -1
+# In place of an axis: segments, which are no rows; and a part of several, or some of its
+# elements.
+_SEGMENT, _MIXED = -1, -2
 # Values that a local derivative is made from, at most: that of |x|^3 has nine.
 _NEAR = 16
 
@@ -70,12 +71,15 @@ class _Image(NamedTuple):
     """A value that grows like a power of an array.
 
     Attributes:
-      axes: for each of its own the array's axis that it is, or None; or `_SEGMENT`.
+      axes: for each of its own the array's axis that it is, or None; or `_SEGMENT`, or
+        `_MIXED`.
+      is_sum: whether elements were added.
     """
 
     variable: Var
     axes: tuple[int | None, ...]
     degree: int
+    is_sum: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -168,7 +172,7 @@ class RowSums:
         own = [(i, n) for i, n in zip(sums.axes, v.aval.shape, strict=True) if n > 1]
         axes = tuple(i for i, _ in own if i is not None)
         if (
-            _is_by_segment(sums)
+            _has_no_rows(sums)
             or len(axes) < len(own)
             or list(axes) != sorted(set(axes))
         ):
@@ -181,7 +185,7 @@ class RowSums:
         """Whether rows or segments that share groups have sums near a pole."""
         return any(
             self._is_unlike(x, sums.variable)
-            if _is_by_segment(sums)
+            if _has_no_rows(sums)
             else self._map_by(sums, x) is not None
             for sums in self._sums(x)
         )
@@ -202,13 +206,14 @@ class RowSums:
         seen = {x}
         while todo:
             image = todo.pop(0)
-            if image.variable.aval.size < x.aval.size or _is_by_segment(image):
+            is_smaller = image.variable.aval.size < x.aval.size
+            is_sum = image.is_sum and is_smaller
+            if is_sum or _is_by_segment(image):
                 yield image
             for eqn in self.users.get(image.variable, ()):
                 if len(eqn.outvars) != 1 or eqn.outvars[0] in seen:
                     continue
                 found = _result(eqn, image)
-                is_sum = image.variable.aval.size < x.aval.size
                 if is_sum and not _is_by_numbers(eqn):
                     continue
                 if found is not None:
@@ -270,30 +275,41 @@ class RowSums:
 
 def _result(eqn: Eqn, image: _Image) -> _Image | None:
     """The image that an equation makes; None where sizes do not go on."""
-    v, axes, degree = image
+    v, axes, degree, is_sum = image
     name, out = eqn.primitive.name, eqn.outvars[0]
     is_same = out.aval.shape == v.aval.shape
     if name == "square" or (name == "integer_pow" and eqn.params["y"] > 0):
-        return _Image(out, axes, degree * eqn.params.get("y", 2))
+        return _Image(out, axes, degree * eqn.params.get("y", 2), is_sum)
     if name in ("add", "add_any") and not any(map(_is_number, eqn.invars)):
         return None  # a residual join
     if name == "div" and eqn.invars[0] is not v:
         return None
     if name in _SCALING and is_same:
-        return _Image(out, axes, degree * (1 + is_square(eqn)))
+        return _Image(out, axes, degree * (1 + is_square(eqn)), is_sum)
     if name in ("reduce_sum", "reduce_max"):
         left = [i for k, i in enumerate(axes) if k not in eqn.params["axes"]]
-        return _Image(out, tuple(left), degree)
+        return _Image(out, tuple(left), degree, True)
     if name == "dot_general" and contracts(eqn):
         return _product(eqn, image)
     if name in SCATTERS and eqn.invars[-1] is v:
-        return _Image(out, (_SEGMENT,) * out.aval.ndim, degree)
-    return _Image(out, _moved(eqn, axes), degree) if name in MOVES else None
+        return _Image(out, (_SEGMENT,) * out.aval.ndim, degree, True)
+    if name in MOVES | {"slice", "dynamic_slice"} and eqn.invars[0] is v:
+        return _Image(out, _moved(eqn, axes), degree, is_sum)
+    return None
 
 
 def _is_by_segment(image: _Image) -> bool:
     """Whether these are sums over segments, whose axes are not the array's."""
     return _SEGMENT in image.axes
+
+
+def _has_no_rows(image: _Image) -> bool:
+    """Whether no axes say which of the array's elements a sum adds.
+
+    Or not in their order, as after a transpose.
+    """
+    own = [i for i in image.axes if i is not None]
+    return _is_by_segment(image) or _MIXED in own or own != sorted(own)
 
 
 def _is_number(v: Atom) -> bool:
@@ -307,7 +323,7 @@ def _is_by_numbers(eqn: Eqn) -> bool:
 
 def _product(eqn: Eqn, image: _Image) -> _Image:
     """A product that sums an array, with weights or with itself."""
-    v, axes, degree = image
+    v, axes, degree, _ = image
     left, right = eqn.invars
     contracted, batch = eqn.params["dimension_numbers"]
     own = 0 if left is v else 1
@@ -316,7 +332,7 @@ def _product(eqn: Eqn, image: _Image) -> _Image:
         inside = (*contracted[side], *batch[side])
         free = [i for i in range(operand.aval.ndim) if i not in inside]
         labels += [axes[i] if side == own else None for i in free]
-    return _Image(eqn.outvars[0], tuple(labels), degree * (1 + (left is right)))
+    return _Image(eqn.outvars[0], tuple(labels), degree * (1 + (left is right)), True)
 
 
 def _moved(eqn: Eqn, axes: Sequence[int | None]) -> tuple[int | None, ...]:
@@ -334,4 +350,17 @@ def _moved(eqn: Eqn, axes: Sequence[int | None]) -> tuple[int | None, ...]:
         long = [i for i, n in zip(axes, before, strict=True) if n > 1]
         rest = iter(long)
         labels = [next(rest) if n > 1 else None for n in after]
+    else:  # a slice, or a reshape that joins or splits some axes
+        mixed: list[int | None] = [_MIXED if n > 1 else None for n in after]
+        first = _num_alike(before, after)
+        last = min(_num_alike(before[::-1], after[::-1]), len(after) - first)
+        middle = mixed[first : len(after) - last]
+        labels = [*axes[:first], *middle, *axes[len(axes) - last :]]
     return tuple(labels)
+
+
+def _num_alike(sizes: Shape, others: Shape) -> int:
+    """How many sizes are equal before the first that is not."""
+    pairs = enumerate(zip(sizes, others, strict=False))
+    shorter = min(len(sizes), len(others))
+    return next((k for k, (n, m) in pairs if n != m), shorter)
