@@ -91,7 +91,7 @@ def _result(eqn: Eqn, operands: Sequence[Interval]) -> Interval:
         return _square(operands[0])
     if name == "integer_pow" and eqn.params["y"] > 0:
         return _square(operands[0]) if eqn.params["y"] % 2 == 0 else REALS
-    if name in ("reduce_sum", "cumsum", "dot_general"):
+    if name in ("reduce_sum", "reduce_window_sum", "cumsum", "dot_general"):
         return _sum_of_products(operands)
     if name in SCATTERS:  # of updates, to an array
         return _scattered(name, operands[0], operands[-1])

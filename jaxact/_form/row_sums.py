@@ -8,7 +8,8 @@ in the mean it was 5 gradients for the logarithm and 1e12 for the quotient, at 8
 Divided by its sum, which is exact, each row is stored like any other.
 
 Scores less their row's maximum have a sum from 1 to the row's length, and need none
-(`jax.nn.logsumexp`, attention in chunks). Nor do sums in a sum with a number: 1 + s.
+(`jax.nn.logsumexp`, attention in chunks). Nor do sums in a sum with a number, 1 + s,
+but for those that add exponentials, which have any size above it (a circle loss).
 """
 
 import dataclasses
@@ -198,7 +199,8 @@ class RowSums:
     def _is_unlike(self, x: Var, sums: Var) -> bool:
         """Whether the sums may have any size, and a pole magnifies that."""
         is_shifted = self.is_shifted(x, fewest=sums.aval.size)
-        return not is_shifted and self._is_near_pole(sums)
+        margin = math.inf if self.is_exponential(x) else MARGIN
+        return not is_shifted and self._is_near_pole(sums, margin)
 
     def _sums(self, x: Var) -> Iterator[_Image]:
         """Sums over some axes, also with weights: reductions, products, segments."""
@@ -220,7 +222,7 @@ class RowSums:
                     seen.add(found.variable)
                     todo.append(found)
 
-    def _is_near_pole(self, sums: Var) -> bool:
+    def _is_near_pole(self, sums: Var, margin: float) -> bool:
         """Whether a function with a pole is taken that no bound keeps away from it.
 
         And not something else where the sums are small: an mLSTM divides by max(|sum|,
@@ -233,7 +235,7 @@ class RowSums:
                 argument, pole = pole_in(eqn)
                 if argument is v:
                     lo, hi = interval_of(v, self.intervals)
-                    if lo < pole + MARGIN and hi > pole - MARGIN:
+                    if lo < pole + margin and hi > pole - MARGIN:
                         return True
                 name = eqn.primitive.name
                 is_numerator = name != "div" or eqn.invars[0] is v

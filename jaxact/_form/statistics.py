@@ -38,6 +38,7 @@ def find_statistics(jaxpr: Jaxpr, facts: Facts) -> set[Var]:
     contracted = contracted_in(jaxpr) - gathered - (divisors & spread.keys())
     statistics = _inside(jaxpr, facts) - contracted
     magnified = magnified_in(jaxpr)
+    numbers = {v for v in jaxpr.invars if not v.aval.shape}
     for eqn in jaxpr.eqns:
         inputs = variables_in(eqn.invars)
         if not inputs or not eqn.outvars:  # a random draw; a print
@@ -45,9 +46,11 @@ def find_statistics(jaxpr: Jaxpr, facts: Facts) -> set[Var]:
         v = eqn.outvars[0]
         if v in contracted or not is_float(v):
             continue
+        if numbers.issuperset(inputs):
+            numbers.add(v)
         if v in divisors:
             statistics.add(v)
-        elif eqn.primitive.name in REDUCTIONS | SCATTERS:
+        elif eqn.primitive.name in REDUCTIONS | SCATTERS | {"reduce_window_sum"}:
             is_smaller = v.aval.size < max(x.aval.size for x in inputs)
             if is_smaller and v in magnified:
                 statistics.add(v)
@@ -57,7 +60,9 @@ def find_statistics(jaxpr: Jaxpr, facts: Facts) -> set[Var]:
                 statistics.add(v)
         elif keeps_elements(eqn):
             known = [x for x in inputs if x in statistics]
-            others = [x for x in inputs if x not in statistics and is_float(x)]
+            # A learned exponent is none: mean(x^p)^(1/p).
+            others = [x for x in inputs if x not in statistics | numbers]
+            others = [x for x in others if is_float(x)]
             is_alike = any(x.aval.size == v.aval.size for x in known)
             if is_alike and not any(is_activation(facts, x) for x in others):
                 statistics.add(v)

@@ -46,6 +46,14 @@ EXPONENTIALS = {
     "of a product": without_maximum(lambda e: jnp.log(e @ jnp.ones(16))),
     "of base 2": lambda s: jnp.log2(jnp.exp2(s).sum(-1)),
     "along columns": lambda s: jnp.log(jnp.exp(s.mT).sum(-2)),
+    "along columns, moved later": lambda s: jnp.log(jnp.exp(s).mT.sum(-2)),
+    "of parts of rows": without_maximum(
+        lambda e: jnp.log(e.reshape(8, 64, 4, 4).sum(-1))
+    ),
+    "of a slice": without_maximum(lambda e: jnp.log(e[..., 3:].sum(-1))),
+    "with a number": without_maximum(lambda e: jnp.log(1 + e.sum(-1))),
+    "above a bound": lambda s: jnp.log(jnp.exp(jax.nn.relu(s)).sum(-1)),
+    "moved quotient": without_maximum(lambda e: e.mT / e.mT.sum(1, keepdims=True)),
     "cross-entropy": lambda s: jnp.log(jnp.exp(s).sum(-1)) - s[..., 3],
     "masked": without_maximum(
         lambda e: jnp.log(jnp.where(jnp.arange(16) > 3, e, 0).sum(-1))
@@ -275,7 +283,6 @@ BOUNDED = {
     "log_softmax": jax.nn.log_softmax,
     "by hand": lambda s: jnp.log(shifted(s).sum(-1)),
     "attention in chunks": lambda s: (shifted(s) @ VALUES) / total(shifted(s)),
-    "1 + s": without_maximum(lambda e: jnp.log(1 + e.sum(-1))),
     "long rows": lambda s: jnp.log(jnp.exp(s.reshape(8, 4, 256)).sum(-1)),
 }
 

@@ -30,6 +30,10 @@ def by_hand(axis, keepdims=True):
     return softmax
 
 
+def quotient(e):
+    return e / e.sum(-1, keepdims=True)
+
+
 SOFTMAXES = {
     "rows": jax.nn.softmax,
     "columns": lambda x: jax.nn.softmax(x, 0),
@@ -37,12 +41,17 @@ SOFTMAXES = {
     "by hand": by_hand(-1),
     "columns, expanded": by_hand(0, keepdims=False),
     "bfloat16": lambda x: jax.nn.softmax(x.astype(jnp.bfloat16)).astype(x.dtype),
+    "heads and queries change places": lambda x: quotient(
+        jnp.exp(x).reshape(4, 4, 64).transpose(1, 0, 2)
+    ),
+    "a part": lambda x: quotient(jnp.exp(x)[:, :24]),
 }
 OTHERS = {
     "sums of others": lambda x: jnp.exp(x) / jnp.exp(2 * x).sum(-1, keepdims=True),
     "sums read too": lambda x: (
         (e := jnp.exp(x)) / (s := e.sum(-1, keepdims=True)) + jnp.log(s)
     ),
+    "moved and read too": lambda x: quotient((e := jnp.exp(x)).T) + e.T,
     "exponential read too": lambda x: (e := jnp.exp(x)) / e.sum(-1, keepdims=True) + e,
     "sums along the other axis": lambda x: (
         (e := jnp.exp(x[:, :16])) / e.sum(0, keepdims=True).T
