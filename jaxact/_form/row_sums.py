@@ -48,8 +48,7 @@ _SCALING = (
 _MAXIMA = frozenset("reduce_max cummax pmax scatter-max scatter_max".split())
 # From maxima to the value that scores are shifted by.
 _SHIFTING = MOVES | _MAXIMA | COMPARISONS | frozenset("max select_n gather".split())
-# In place of an axis: segments, which are no rows; and a part of several, or some of its
-# elements.
+# In place of an axis: segments, which are no rows; a part of one, or several in one.
 _SEGMENT, _MIXED = -1, -2
 # Values that a local derivative is made from, at most: that of |x|^3 has nine.
 _NEAR = 16
