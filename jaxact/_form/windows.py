@@ -32,6 +32,12 @@ def bases_in_windows(jaxpr: Jaxpr, classes: Classes, producers: Producers) -> se
 
 
 def _is_sum(eqn: Eqn) -> bool:
+    """Whether it adds each channel's windows, also with weights: SSIM's are normal."""
+    if eqn.primitive.name == "conv_general_dilated":
+        return (
+            eqn.params["feature_group_count"]
+            == eqn.outvars[0].aval.shape[eqn.params["dimension_numbers"].out_spec[1]]
+        )
     return eqn.primitive.name == "reduce_window_sum"
 
 

@@ -4,6 +4,8 @@ The oracle is JAX's own gradient: at 8 bits one draw must lie near it, also wher
 ReLU leaves windows of zeros beside others.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -37,9 +39,22 @@ def around(x):
     return mean(x, 3, 1, "SAME")
 
 
-def local_contrast(x, epsilon=1e-4):
+def weighted(x):
+    """Channels by themselves, as SSIM's windows by a normal distribution are summed."""
+    kernel = jnp.ones((3, 3, 1, x.shape[-1])) / 9
+    return lax.conv_general_dilated(
+        x,
+        kernel,
+        (1, 1),
+        "SAME",
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        feature_group_count=x.shape[-1],
+    )
+
+
+def local_contrast(x, around=around):
     x = x - around(x)
-    return x / jnp.sqrt(around(x * x) + epsilon)
+    return x / jnp.sqrt(around(x * x) + 1e-4)
 
 
 def response_norm(x, bias):
@@ -60,6 +75,7 @@ def similarity(x, size=7):
 LAYERS = {
     "generalized mean": lambda x: mean(jnp.maximum(x, 1e-6) ** 3) ** (1 / 3),
     "local contrast": local_contrast,
+    "local contrast by weights": functools.partial(local_contrast, around=weighted),
     "normalized average": lambda x: x / (around(jax.nn.sigmoid(4 * x - 6)) + 1e-3),
     "logarithm of exponentials": lambda x: jnp.log(mean(jnp.exp(4 * x))),
     "length": lambda x: jnp.sqrt(mean(x * x) + 1e-6),
