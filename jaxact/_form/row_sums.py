@@ -73,13 +73,13 @@ class _Image(NamedTuple):
     Attributes:
       axes: for each of its own the array's axis that it is, or None; or `_SEGMENT`, or
         `_MIXED`.
-      is_sum: whether elements were added.
+      total: the sum that it is a multiple of; None before elements are added.
     """
 
     variable: Var
     axes: tuple[int | None, ...]
     degree: int
-    is_sum: bool = False
+    total: Var | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -190,6 +190,19 @@ class RowSums:
             for sums in self._sums(x)
         )
 
+    def has_parts(self, x: Var) -> bool:
+        """Whether several sums along the same rows are near a pole: a part of the row.
+
+        A contrastive loss that adds positives, log(sum(e * mask) / sum(e)), divides by
+        both: their noise, by the row's largest, is magnified by the part's inverse.
+        """
+        found: dict[_Axes, set[Var | None]] = {}
+        for sums in self._sums(x):
+            own = self._map_by(sums, x)
+            if own is not None:
+                found.setdefault(own.axes, set()).add(sums.total)
+        return any(len(totals) > 1 for totals in found.values())
+
     def is_exponential(self, x: Var) -> bool:
         """Whether it is one, or a copy in another dtype."""
         eqn = self._maker(x, CASTS)
@@ -208,7 +221,7 @@ class RowSums:
         while todo:
             image = todo.pop(0)
             is_smaller = image.variable.aval.size < x.aval.size
-            is_sum = image.is_sum and is_smaller
+            is_sum = image.total is not None and is_smaller
             if is_sum or _is_by_segment(image):
                 yield image
             for eqn in self.users.get(image.variable, ()):
@@ -276,26 +289,26 @@ class RowSums:
 
 def _result(eqn: Eqn, image: _Image) -> _Image | None:
     """The image that an equation makes; None where sizes do not go on."""
-    v, axes, degree, is_sum = image
+    v, axes, degree, total = image
     name, out = eqn.primitive.name, eqn.outvars[0]
     is_same = out.aval.shape == v.aval.shape
     if name == "square" or (name == "integer_pow" and eqn.params["y"] > 0):
-        return _Image(out, axes, degree * eqn.params.get("y", 2), is_sum)
+        return _Image(out, axes, degree * eqn.params.get("y", 2), total)
     if name in ("add", "add_any") and not any(map(_is_number, eqn.invars)):
         return None  # a residual join
     if name == "div" and eqn.invars[0] is not v:
         return None
     if name in _SCALING and is_same:
-        return _Image(out, axes, degree * (1 + is_square(eqn)), is_sum)
+        return _Image(out, axes, degree * (1 + is_square(eqn)), total)
     if name in ("reduce_sum", "reduce_max"):
         left = [i for k, i in enumerate(axes) if k not in eqn.params["axes"]]
-        return _Image(out, tuple(left), degree, True)
+        return _Image(out, tuple(left), degree, total or out)
     if name == "dot_general" and contracts(eqn):
         return _product(eqn, image)
     if name in SCATTERS and eqn.invars[-1] is v:
-        return _Image(out, (_SEGMENT,) * out.aval.ndim, degree, True)
+        return _Image(out, (_SEGMENT,) * out.aval.ndim, degree, total or out)
     if name in MOVES | {"slice", "dynamic_slice"} and eqn.invars[0] is v:
-        return _Image(out, _moved(eqn, axes), degree, is_sum)
+        return _Image(out, _moved(eqn, axes), degree, total)
     return None
 
 
@@ -324,7 +337,7 @@ def _is_by_numbers(eqn: Eqn) -> bool:
 
 def _product(eqn: Eqn, image: _Image) -> _Image:
     """A product that sums an array, with weights or with itself."""
-    v, axes, degree, _ = image
+    v, axes, degree, total = image
     left, right = eqn.invars
     contracted, batch = eqn.params["dimension_numbers"]
     own = 0 if left is v else 1
@@ -333,7 +346,8 @@ def _product(eqn: Eqn, image: _Image) -> _Image:
         inside = (*contracted[side], *batch[side])
         free = [i for i in range(operand.aval.ndim) if i not in inside]
         labels += [axes[i] if side == own else None for i in free]
-    return _Image(eqn.outvars[0], tuple(labels), degree * (1 + (left is right)), True)
+    out = eqn.outvars[0]
+    return _Image(out, tuple(labels), degree * (1 + (left is right)), total or out)
 
 
 def _moved(eqn: Eqn, axes: Sequence[int | None]) -> tuple[int | None, ...]:

@@ -3,14 +3,16 @@
 Sums by segment that divide others' sums, (sum e v) / (sum e), are not there for the
 elements; nor are those in the body of a scan, such as Sinkhorn's iterations, for the
 array that it is given. At 8 bits the noise was 2 and 15 gradients. Such exponentials
-stay exact. Networks subtract a maximum first, and keep their memory.
+stay exact, and so do those that two sums along a row divide. Networks subtract a
+maximum first, and keep their memory.
 """
 
 from collections.abc import Collection, Iterable
 
 from jaxact._form.chooser import Chooser
-from jaxact._form.norms import norms_in
+from jaxact._form.norms import Norms, norms_in
 from jaxact._jaxpr.compat import open_jaxpr
+from jaxact._jaxpr.read import variables_in
 from jaxact._jaxpr.rewrite import flatten, inlinable_body
 from jaxact._jaxpr.types import Atom, Eqn, Var
 
@@ -27,7 +29,12 @@ def bases_in_unlike_rows(
     classes = chooser.classes
     norms = norms_in(chooser.jaxpr, chooser.producers)
     found: set[Var] = set()
-    for v in filter(norms.sums.is_exponential, chooser.bases(needed)):
+    for v in chooser.bases(needed):
+        if _is_scaled_exponential(v, norms) and norms.sums.has_parts(v):
+            found.add(v)
+            continue
+        if not norms.sums.is_exponential(v):
+            continue
         own = norms.normalizing(v)
         if own is not None and all(
             classes.is_exact(c) or classes.base[c] in kept for c in own.coefficients
@@ -40,6 +47,14 @@ def bases_in_unlike_rows(
         ):
             found.add(v)
     return found
+
+
+def _is_scaled_exponential(v: Var, norms: Norms) -> bool:
+    """Whether it is one, or one times a mask or a weight."""
+    eqn = norms.producers.get(v)
+    is_scaled = eqn is not None and eqn.primitive.name in ("mul", "select_n")
+    operands = variables_in(eqn.invars) if eqn is not None and is_scaled else [v]
+    return any(map(norms.sums.is_exponential, operands))
 
 
 def _is_divided(scan: Eqn, x: Var) -> bool:

@@ -31,6 +31,11 @@ SCORES = NOISE + OFFSETS
 VALUES = jax.random.normal(jax.random.key(1), (16, 32))
 
 
+# Three of sixteen, the smallest in some rows; all but itself.
+POSITIVE = (jnp.arange(16) < 3).astype(jnp.float32)[None, None]
+OTHER = (jnp.arange(16) != 8).astype(jnp.float32)[None, None]
+
+
 def without_maximum(f):
     return lambda s: f(jnp.exp(s))
 
@@ -53,6 +58,12 @@ EXPONENTIALS = {
     "of a slice": without_maximum(lambda e: jnp.log(e[..., 3:].sum(-1))),
     "with a number": without_maximum(lambda e: jnp.log(1 + e.sum(-1))),
     "above a bound": lambda s: jnp.log(jnp.exp(jax.nn.relu(s)).sum(-1)),
+    "of positives": without_maximum(
+        lambda e: jnp.log((e * POSITIVE).sum(-1) / e.sum(-1))
+    ),
+    "of positives among others": lambda s: jnp.log(
+        ((e := jnp.exp(s) * OTHER) * POSITIVE).sum(-1) / e.sum(-1)
+    ),
     "moved quotient": without_maximum(lambda e: e.mT / e.mT.sum(1, keepdims=True)),
     "cross-entropy": lambda s: jnp.log(jnp.exp(s).sum(-1)) - s[..., 3],
     "masked": without_maximum(
