@@ -11,8 +11,9 @@ import numpy as np
 from jaxact._bits.cost import Sensitivity
 from jaxact._decision import Decision
 from jaxact._engine.storage import BackwardProgram, Packed
+from jaxact._flat import Flat
 from jaxact._jaxpr.compat import open_jaxpr
-from jaxact._jaxpr.types import PyTree, Shape
+from jaxact._jaxpr.types import Array, PyTree, Shape
 from jaxact._measure.census import Rounded, census
 from jaxact._measure.instrument import Instrument, evaluate_instrumented
 from jaxact._measure.noise import Noise, evaluate_with_noise
@@ -166,9 +167,13 @@ class Telemetry:
     fn: Callable[..., PyTree]
 
     def probe(self, *args: PyTree, **kwargs: PyTree) -> NoiseReport:
-        """Zeros for a call with these arguments (or `jax.ShapeDtypeStruct`)."""
+        """Zeros for a call with these arguments (or `jax.ShapeDtypeStruct`).
+
+        They are for the residuals that such a call rounds, under the policy that counts
+        here. Made inside a step, beside its gradient, a probe is for that step.
+        """
         flat, values, _ = pure_call(self.fn, args, kwargs).trace()
-        rounded = census(flat, values, [is_inexact(v) for v in values])
+        rounded = _rounded(flat, values)
         return NoiseReport({r.key: jnp.zeros(2, jnp.float32) for r in rounded}, rounded)
 
     def __call__(self, probe: NoiseReport, *args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -176,6 +181,7 @@ class Telemetry:
 
         Raises:
           TypeError: the first argument is no probe.
+          ValueError: the probe is for other shapes, or was made under another policy.
         """
         if not isinstance(probe, NoiseReport):
             raise TypeError(
@@ -185,8 +191,35 @@ class Telemetry:
             )
         call = pure_call(self.fn, args, kwargs)
         flat, values, rebuild = call.trace()
+        _require_same(probe.residuals, _rounded(flat, values))
         out = evaluate_instrumented(NoiseGauge(), flat, values, probe.values)
         return call.write_back(rebuild(out))
+
+
+def _rounded(flat: Flat, values: Sequence[Array]) -> tuple[Rounded, ...]:
+    """The residuals that a call rounds, whatever of it is differentiated."""
+    return census(flat, values, [is_inexact(v) for v in values])
+
+
+def _require_same(probe: Sequence[Rounded], call: Sequence[Rounded]) -> None:
+    """Refuse a probe that would report another call's bits."""
+    of_probe, of_call = ({r.key: r for r in residuals} for residuals in (probe, call))
+    for key in of_probe | of_call:
+        mine, yours = of_probe.get(key), of_call.get(key)
+        if mine != yours:
+            raise ValueError(
+                f"jaxact.telemetry: the probe has {_text(mine)} for {key}, and this "
+                f"call {_text(yours)}. A probe is required that was made for arguments "
+                "of the same shapes, under the same policy: write probe = "
+                "measured.probe(*args) beside jax.grad(measured)(probe, *args), inside "
+                "the same jaxact.using and the same jax.jit."
+            )
+
+
+def _text(residual: Rounded | None) -> str:
+    if residual is None:
+        return "nothing rounded"
+    return f"{residual.size} elements by {residual.action}"
 
 
 def telemetry(fn: Callable[..., PyTree]) -> Telemetry:

@@ -201,6 +201,29 @@ def test_nnx_modules():
     assert len(noise.relative) == len(probe.values) > 0
 
 
+def test_a_probe_is_for_one_policy_and_one_shape():
+    """Its bits are in the report, with the noise at those in use."""
+    loss = lambda w, x: packed(w, x).sum()
+    measured = jaxact.telemetry(loss)
+    probe, few = measured.probe(W[0], X), Policy(bits=3)
+    with pytest.raises(ValueError, match="8192 elements.*for x.*4096.*measured.probe"):
+        measured(probe, W[0], X[:64])
+    with jaxact.using(few), pytest.raises(ValueError, match="bits=2.*bits=3.*using"):
+        measured(probe, W[0], X)
+    exact = Policy(default=jaxact.Exact())
+    with jaxact.using(exact), pytest.raises(ValueError, match="call nothing rounded"):
+        measured(probe, W[0], X)
+
+    @jax.jit
+    def step(w, x):
+        return jax.grad(measured, argnums=(0, 1))(measured.probe(w, x), w, x)
+
+    for policy in (few, Policy(bits=5)):
+        with jaxact.using(policy):
+            rows = step(W[0], X)[0].sensitivity().rows
+        assert {row.bits for row in rows} == {policy.bits}
+
+
 def test_what_cannot_be_followed_is_said():
     """The body of a loop that nothing was pushed into."""
 
