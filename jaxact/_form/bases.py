@@ -103,7 +103,11 @@ def _bases(reading: Reading) -> _Bases:
         and fact_of(reading.facts, v)
         and (reading.is_activation(v) or v not in referenced)
     }
-    stored_inside = {v for v in reading.leaves if reading.is_stored_inside(v)}
+    stays = {
+        v
+        for v in reading.leaves
+        if reading.is_stored_inside(v) or reading.is_on_host(v)
+    }
 
     norms = norms_in(jaxpr, producers)
 
@@ -116,7 +120,7 @@ def _bases(reading: Reading) -> _Bases:
             kept,
             lambda v: norms.normalizing(v) is not None,
         )
-        return Chooser(jaxpr, classes.with_exact(stored_inside), producers)
+        return Chooser(jaxpr, classes.with_exact(stays), producers)
 
     chooser = chooser_with(())
     reasons = ill_conditioned(chooser, reading.facts, reading.leaves, reading.links)

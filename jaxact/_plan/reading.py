@@ -65,6 +65,10 @@ class Reading:
         """Whether a compressed call inside this one already stored `v`."""
         return bool(fact_of(self.facts, v) & STORED)
 
+    def is_on_host(self, v: Var) -> bool:
+        """Whether `v` is in host memory, where it stays: codecs compute on devices."""
+        return getattr(v.aval, "memory_space", None) == jax.memory.Space.Host
+
 
 def read_forward(forward: Forward, flat: Flat, policy: Policy, prefix: str) -> Reading:
     """Learn the facts about `forward`, which was traced from `flat`."""
@@ -95,7 +99,7 @@ def decide_unrounded(reading: Reading, v: Var, residual: Residual) -> Decision |
     """
     if reading.is_stored_inside(v):
         return Decision(residual, Exact(), Reason.STORED_INSIDE)
-    if getattr(v.aval, "memory_space", None) == jax.memory.Space.Host:
+    if reading.is_on_host(v):
         return Decision(residual, Exact(), Reason.ON_HOST)
     if reading.is_activation(v):
         return None

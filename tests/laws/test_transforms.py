@@ -9,7 +9,7 @@ import pytest
 from jax import checkpoint_policies as save, lax
 
 import jaxact
-from jaxact import Policy
+from jaxact import Policy, Quantize, Rule
 from support.programs import (
     PROGRAMS,
     assert_same_bits,
@@ -119,23 +119,37 @@ def test_checkpoint(args, policy, inside):
     assert relative_error(gradient(small), gradient(MLP.f)) < CLOSE
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        save.offload_dot_with_no_batch_dims("device", "pinned_host"),
-        save.save_and_offload_only_these_names(
-            names_which_can_be_saved=[],
-            names_which_can_be_offloaded=["hidden"],
-            offload_src="device",
-            offload_dst="pinned_host",
-        ),
-    ],
-    ids=["dots", "names"],
-)
+OFFLOADING = {
+    "dots": save.offload_dot_with_no_batch_dims("device", "pinned_host"),
+    "names": save.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["hidden"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
+}
+
+
+@pytest.mark.parametrize("policy", OFFLOADING.values(), ids=OFFLOADING)
 def test_offloading_checkpoint_policies_are_left_to_jax(args, policy):
     small = compress(MLP.f, policy=Policy(bits=8, recompute=policy))
     rows = jaxact.residuals(small, *args).rows
-    assert any("offloaded by the recompute policy" in row.why for row in rows)
+    assert any("offloaded by a checkpoint's policy" in row.why for row in rows)
+
+
+@pytest.mark.parametrize("policy", OFFLOADING.values(), ids=OFFLOADING)
+@pytest.mark.parametrize("has_rule", [False, True], ids=["default", "rule"])
+def test_what_a_checkpoint_inside_offloads_stays_there(args, policy, has_rule):
+    """A codec, which computes on the device, ended in JAX's error about memories."""
+    plain = jax.checkpoint(MLP.f, policy=policy)
+    rules = (Rule(Quantize(8), path="*"),) if has_rule else ()
+    small = compress(plain, policy=Policy(bits=8, rules=rules))
+    gradient = lambda f: jax.jit(jax.grad(scalar(f), (0, 1)))(*args)
+    assert relative_error(gradient(small), gradient(plain)) < CLOSE
+    rows = [row for row in jaxact.residuals(small, *args).rows if row.host_bytes]
+    assert rows
+    assert {row.why for row in rows} == {"offloaded by a checkpoint's policy"}
+    assert all(row.host_bytes == row.exact_bytes for row in rows)
 
 
 def test_outer_checkpoint_keeps_what_is_packed(args):
