@@ -303,7 +303,7 @@ class _Rule:
         passes = saved.passes
         keys = _measured_keys(passes.plan, self.engine.prefix, saved.keys)
         results, found = passes.backward(tuple(keys), packed, kept, cotangents)
-        measured = {keys[inside]: setting for inside, setting in found.items()}
+        own = {keys[inside]: setting for inside, setting in found.items()}
         gradients = iter(results)
         _, *inputs = passes.plan.forward.jaxpr.invars
         is_active = (*saved.active, *(True for _ in saved.keys))
@@ -312,9 +312,11 @@ class _Rule:
             for v, differentiated in zip(inputs, is_active, strict=True)
         ]
         count = len(saved.active)
-        for key, setting in zip(saved.keys, reduced[count:], strict=True):
-            # Residuals in a scan's body are measured by the body's own calls.
-            measured[key] = measured[key] + setting if key in measured else setting
+        # Residuals in a scan's body are measured by the body's own calls.
+        measured = dict(zip(saved.keys, reduced[count:], strict=True))
+        for key, v in zip(saved.keys, inputs[count:], strict=True):
+            if key in own:
+                measured[key] += reduced_like(own[key], v.aval)
         return Draw(_NO_GRADIENT, measured), *reduced[:count]
 
     def make_passes(

@@ -36,6 +36,10 @@ def unrolled(ws, x):
     return jnp.square(x).sum()
 
 
+def packed_once(ws, x):
+    return jnp.square(packed(ws[0], x)).sum()
+
+
 def scanned(ws, x):
     x, _ = lax.scan(lambda x, w: (packed(w, x), None), x, ws)
     return jnp.square(x).sum()
@@ -263,6 +267,29 @@ def test_measuring_adds_few_operations():
     # A matmul takes 512 operations for each element that is stored of it; squaring and
     # summing a cotangent, and an error, take about 10.
     assert flops[1] < 1.05 * flops[0]
+
+
+def over_devices(f):
+    """One device: JAX checks along which axes values vary all the same."""
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = {"in_specs": (jax.P(), jax.P("data")), "out_specs": jax.P()}
+    return jax.shard_map(f, mesh=mesh, **specs)
+
+
+@pytest.mark.parametrize("f", [packed_once, scanned], ids=["call", "scan"])
+def test_a_gradient_taken_in_a_shard_map(f):
+    """Its noise is summed over the devices, as any gradient that all share."""
+    measured = jaxact.telemetry(f)
+
+    def gradient(ws, x):
+        loss = lambda probe, ws: lax.psum(measured(probe, ws, x), "data")
+        return jax.grad(loss, argnums=(0, 1))(measured.probe(ws, x), ws)
+
+    noise, _ = jax.jit(over_devices(gradient))(W, X)
+    plain, _ = measure(f, W, X)
+    assert noise.values.keys() == plain.values.keys()
+    for key, pair in plain.values.items():
+        np.testing.assert_allclose(noise.values[key], pair, rtol=1e-4)
 
 
 @pytest.mark.thorough
