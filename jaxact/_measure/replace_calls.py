@@ -2,8 +2,8 @@
 
 A compressed call leaves its mark in a program that is traced without being
 differentiated, so it can be recognized inside jit, scan, branches, checkpoints and
-shard_map, after any transformation. Calls inside custom rules, loops without a fixed
-length and a shard_map that checks varying axes are left as they are.
+shard_map, after any transformation. Calls inside custom rules and loops without a fixed
+length are left as they are.
 """
 
 import dataclasses
@@ -100,8 +100,6 @@ def _bodies(eqn: Eqn) -> Sequence[ClosedJaxpr]:
     name = eqn.primitive.name
     if name == "cond":
         return eqn.params["branches"]
-    if name == "shard_map" and eqn.params["check_vma"]:
-        return ()  # its inputs would have to be cast to each call's manual axes
     return [eqn.params[_BODY[name]]] if name in _BODY else ()
 
 
@@ -132,7 +130,7 @@ def _evaluate_inside(
             in_specs=(PartitionSpec(), *params["in_specs"]),
             out_specs=list(params["out_specs"]),
             axis_names=set(params["newly_manual_axes"]),
-            check_vma=False,
+            check_vma=params["check_vma"],
         )
         return list(mapped(draw, *values))
     return functions[0](draw, *values)
