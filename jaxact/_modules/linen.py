@@ -168,18 +168,24 @@ def _describe(
 
 
 def _place_of(scope: Scope, target: type | Callable[..., object]) -> _Place:
-    # Linen's own scope for the outermost module is its class.
-    top = target.__name__ if isinstance(target, type) else ""
-    is_initializing = scope.get_flag("initializing", False)
-    return _Place(scope.name or top, _path_above(scope.path[:-1]), is_initializing)
+    current, is_initializing = current_path(), scope.get_flag("initializing", False)
+    if isinstance(target, type):  # Linen's own scope for the outermost module
+        module = scope.name or target.__name__
+    else:
+        module = scope.name or ""
+        above, _, last = current.rpartition("/")
+        # Around a method Linen has opened the scope that it opens again inside.
+        name = getattr(target, "__name__", "")
+        if last and last.endswith(module if name == "__call__" else f".{name}"):
+            current, module = above, last
+    return _Place(module, _path_above(scope.path[:-1], current), is_initializing)
 
 
-def _path_above(path: Sequence[str]) -> str:
+def _path_above(path: Sequence[str], current: str) -> str:
     """JAX's current scopes, completed by the first part of a module's path.
 
     They start again where JAX traces a function apart, as for `nn.remat`.
     """
-    current = current_path()
     scopes, missing = [p for p in current.split("/") if p], len(path)
     while missing and scopes and scopes[-1] == path[missing - 1]:
         scopes.pop()

@@ -275,9 +275,17 @@ class LinenBlock(nn.Module):
         return x + nn.gelu(nn.Dense(WIDTH, name="up")(x))
 
 
+class DecoratedBlock(nn.Module):
+    @jaxact.compress
+    @nn.compact
+    def __call__(self, x):
+        return x + nn.gelu(nn.Dense(WIDTH, name="up")(x))
+
+
+@pytest.mark.parametrize("small", [jaxact.compress(LinenBlock), DecoratedBlock])
 @pytest.mark.parametrize("wrap", [lambda c: c, nn.remat], ids=["plain", "remat"])
-def test_linen_paths_are_whole_where_jax_traces_a_block_apart(wrap):
-    block = wrap(jaxact.compress(LinenBlock))
+def test_linen_paths_are_whole_where_jax_traces_a_block_apart(wrap, small):
+    block = wrap(small)
 
     class Stage(nn.Module):
         @nn.compact
