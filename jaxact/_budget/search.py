@@ -30,6 +30,9 @@ MOST_COMPILES = 4
 # The part of its live bytes that a first compiled step is expected to take above them:
 # ResNet-50 takes 3 % less, ViT-B 17 % less; gaps between arrays are 2 to 10 %.
 _GAPS = 0.05
+# A step that takes so many times its live bytes is far from the tables: its A says
+# little about another's. XLA:CPU computes in float32 where a program has bfloat16.
+_FAR = 1.5
 # A plan that fills so much of the budget is not improved.
 _FULL = 0.9
 # Parts of the budget left free: at first, and more after each step that is above it.
@@ -160,13 +163,20 @@ class Search:
             # Between a step that computes calls again and one that stores all, A is
             # no line; so no more than with the A of the larger one.
             room = low + max(0.0, part) * (high - low)
-            room = min(room, high + wanted - over)
+            if not _is_far(nearest):
+                room = min(room, high + wanted - over)
+        elif nearest and _is_far(nearest):
+            room = nearest[0] * wanted / nearest[1]
         elif fitting or nearest:
             live, taken = fitting or nearest  # type: ignore[misc]
             room = live + (1.0 if fitting else step) * (wanted - taken)
         else:
             room = wanted / (1 + _GAPS)
-        return self._solve(room) or self._least()
+        found = self._solve(room)
+        if found is None and nearest:  # not all that the least one gives up at once
+            low = fitting[0] if fitting else self._least().live_bytes
+            found = self._solve((low + nearest[0]) / 2)
+        return found or self._least()
 
     def _safe(self, limit: int) -> Solution:
         """The solution for a last compilation, when no other was in the budget.
@@ -218,6 +228,12 @@ class Search:
         with overriding(Override(policy)), warnings.catch_warnings():
             warnings.simplefilter("ignore", CompressionWarning)
             return look()
+
+
+def _is_far(size: tuple[int, int]) -> bool:
+    """Whether a step, by its live and compiled bytes, is far from the tables."""
+    live, taken = size
+    return taken > _FAR * live
 
 
 def policy_of(solution: Solution, base: Policy) -> Policy:
