@@ -93,6 +93,8 @@ class Plan(Tabular):
         that residuals have typically.
       rows: a row for each residual that something was chosen for.
       trail: the policies that were compiled, in order.
+      argument_bytes: of the step, before they are spread over devices; a later plan
+        knows the step by them.
       frontier: the least cost at other budgets, and other ways beside it.
     """
 
@@ -107,6 +109,7 @@ class Plan(Tabular):
     is_noise_measured: bool
     rows: tuple[PlannedRow, ...]
     trail: tuple[Trial, ...]
+    argument_bytes: int
     frontier: Frontier = Frontier()
 
     @property

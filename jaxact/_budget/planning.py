@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxact._bits.cost import Sensitivity
 from jaxact._budget import candidates
+from jaxact._budget.earlier import check_earlier
 from jaxact._budget.frontier import (
     OFFLOADED,
     UNCOMPRESSED,
@@ -78,8 +79,8 @@ def plan(
       slowdown: bound on the added time, such as 0.1 for 10 % more.
       noise: bound on the added variance.
       measured: of the same loss; without it, noise is assumed.
-      earlier: a plan for the same step and target, whose compiled steps count here too.
-        With it a larger budget never costs more.
+      earlier: a plan for the same step, arguments and target, whose compiled steps
+        count here too. With it a larger budget never costs more.
       baselines: compile the step in the usual ways too, for `Plan.frontier`: as it is,
         each call in a checkpoint, all but matrix products computed again, these on the
         host. Three or four more compiled steps.
@@ -122,6 +123,8 @@ def plan(
     base = Policy() if policy is None else policy
     read = Step(step, args, kwargs)
     problem = read_problem(read, base, actions, gpu, measured)
+    if earlier is not None:
+        check_earlier(earlier, read, problem, target)
     compiled = functools.partial(memory, step, *args, target=target, **kwargs)
     known = () if earlier is None else earlier.trail
     search = Search(problem, base, compiled, of, slowdown, noise, known)
@@ -162,6 +165,7 @@ def _plan_of(
         is_noise_measured=search.problem.is_measured,
         rows=best.rows,
         trail=tuple(dict.fromkeys((*search.known, *search.trials))),
+        argument_bytes=search.problem.argument_bytes,
         frontier=Frontier((*_frontier(search), *usual), search.of),
     )
 

@@ -111,6 +111,7 @@ class Problem:
       seconds: of the uncompressed step, by its operations and bytes.
       is_measured: whether the noise was measured; else it is assumed.
       flops_per_second: that the step reaches.
+      argument_bytes: as in `Plan`.
     """
 
     calls: tuple[Call, ...]
@@ -120,6 +121,7 @@ class Problem:
     seconds: float
     is_measured: bool
     flops_per_second: float
+    argument_bytes: int
 
     def without_recomputation(self) -> "Problem":
         """The same, with all residuals of a call stored."""

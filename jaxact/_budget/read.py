@@ -171,6 +171,7 @@ def read_problem(
         reader.seconds,
         measured is not None,
         reader.flops_per_second,
+        sum(v.aval.size * v.aval.dtype.itemsize for v in stored.program.invars),
     )
 
 

@@ -1,5 +1,6 @@
 """Plans: within the budget, cheaper with more of it, and honest where none is found."""
 
+import dataclasses
 import functools
 import json
 import math
@@ -215,6 +216,31 @@ def test_rules_of_the_policy_stand_before_the_plan():
     free = read_problem(read, Policy(), WIDTHS, gpu_of("h100"), None)
     found = solve(free, math.inf, is_smallest=True)
     assert "x" in [row.key for row in planned_rows(found)]
+
+
+def test_a_plan_for_another_step(plans):
+    """It says nothing about this one; saved and read again, too."""
+    options = {"actions": WIDTHS, "budget": plans[0.6].budget}
+    known = Plan.from_dict(json.loads(json.dumps(plans[0.6].to_dict())))
+    exact = dataclasses.replace(known, rows=(), trail=known.trail[:1])
+    for earlier in (known, exact):
+        for other in ({"batch": 256}, {"layers": 6}, {"width": 32}):
+            with pytest.raises(ValueError, match=r"the arguments take .* Leave"):
+                jaxact.plan(*network(**other), earlier=earlier, **options)
+    rows = [dataclasses.replace(row, elements=1) for row in plans[0.6].rows]
+    trial = dataclasses.replace(known.trail[-1], rows=tuple(rows))
+    smaller = dataclasses.replace(known, trail=(trial,))
+    with pytest.raises(ValueError, match="has 1 elements .* Leave"):
+        jaxact.plan(*network(), earlier=smaller, **options)
+    here = dataclasses.replace(known.memory, device="NVIDIA H100 80GB HBM3")
+    with pytest.raises(ValueError, match="it is for NVIDIA H100 80GB HBM3, the step"):
+        far = dataclasses.replace(known, memory=here)
+        jaxact.plan(*network(), earlier=far, **options)
+    rows = [dataclasses.replace(row, key="other") for row in plans[0.6].rows]
+    trial = dataclasses.replace(known.trail[-1], rows=tuple(rows))
+    renamed = dataclasses.replace(known, trail=(trial,))
+    with pytest.raises(ValueError, match="the step has no residual 'other'"):
+        jaxact.plan(*network(), earlier=renamed, **options)
 
 
 @thorough

@@ -37,7 +37,7 @@ def test_exact_residuals_that_take_more_than_the_tables_say():
         Call(str(i), (Variant("stored", tuple(map(row, ROWS[i : i + 3])), 0),))
         for i in range(0, len(ROWS), 3)
     )
-    problem = Problem(calls, 0, len(ROWS) * SIZE, 0, 1.0, False, 1e12)
+    problem = Problem(calls, 0, len(ROWS) * SIZE, 0, 1.0, False, 1e12, 0)
     costs = []
     for ratio in (0.7, 0.6, 0.5, 0.4, 0.3):
         search = Search(problem, Policy(), wide_floats, "temp", math.inf, math.inf)

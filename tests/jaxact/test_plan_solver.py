@@ -51,7 +51,7 @@ def random_problem(rng):
 
     calls = tuple(map(call, range(2)))
     gradients = sum(call.gradient_bytes for call in calls) + (3 << 20)
-    return Problem(calls, 11 << 20, 4000 << 20, gradients, 1.0, False, 1e12)
+    return Problem(calls, 11 << 20, 4000 << 20, gradients, 1.0, False, 1e12, 0)
 
 
 def every_choice(problem):
