@@ -79,12 +79,14 @@ class _Trace:
       rows: of each call, by the call's key; '' has none where a call has that key.
       outside: rows of no call.
       calls: by key.
+      has_checkpointed: whether a `jax.checkpoint` around calls packs residuals.
     """
 
     program: Jaxpr
     rows: Mapping[str, list[ResidualRow]]
     outside: list[ResidualRow]
     calls: Mapping[str, _Heard]
+    has_checkpointed: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,12 +115,13 @@ class Step:
         call_of = {key: name for name, c in calls.items() for key in c.decisions}
         rows = collections.defaultdict(list)
         outside = []
-        for row in step_residuals(program).rows:
+        table = step_residuals(program)
+        for row in table.rows:
             if row.is_outside or row.key not in call_of:
                 outside.append(row)
             else:
                 rows[call_of[row.key]].append(row)
-        return _Trace(program, rows, outside, calls)
+        return _Trace(program, rows, outside, calls, bool(table.checkpointed))
 
 
 def read_problem(
@@ -140,11 +143,8 @@ def read_problem(
     stored = step.traced(base)
     if not any(_is_free(heard, row) for heard, row in _pairs(stored)):
         raise ValueError(
-            "jaxact.plan: the step has no residual to choose for. A loss alone has "
-            "none: plan its gradient, jax.grad(loss), or the whole step. Compress the "
-            "unit that its network repeats: jaxact.compress(Block), or a layer's "
-            "function with activations='x'; see jaxact.residuals(step, ..., "
-            "argnums=())."
+            f"jaxact.plan: the step has no residual to choose for. {_cause(stored)}; "
+            "see jaxact.residuals(step, ..., argnums=())."
         )
     reader = _Reader(stored, actions, gpu, measured)
     again = step.traced(dataclasses.replace(base, recompute=Checkpoint()))
@@ -172,6 +172,25 @@ def read_problem(
         measured is not None,
         reader.flops_per_second,
         sum(v.aval.size * v.aval.dtype.itemsize for v in stored.program.invars),
+    )
+
+
+def _cause(stored: _Trace) -> str:
+    """Why nothing can be chosen, and the remedy."""
+    if any(not row.is_outside for row in stored.outside):
+        return (
+            "Its compressed calls are inside jaxact.using, whose policy counts: plan "
+            "the step without it"
+        )
+    if stored.has_checkpointed:
+        return (
+            "Its compressed calls are in a jax.checkpoint, which computes them again: "
+            "plan the step without it, the plan chooses calls to compute again"
+        )
+    return (
+        "A loss alone has none: plan its gradient, jax.grad(loss), or the whole step. "
+        "Compress the unit that its network repeats: jaxact.compress(Block), or a "
+        "layer's function with activations='x'"
     )
 
 

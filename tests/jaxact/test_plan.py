@@ -301,6 +301,20 @@ def test_a_step_without_compressed_calls():
         jaxact.plan(jax.grad(lambda x: jnp.sin(x).sum()), jnp.ones(8), budget=0.5)
 
 
+@pytest.mark.parametrize(
+    ("around", "cause"),
+    [
+        (jax.checkpoint, "are in a jax.checkpoint"),
+        (jaxact.using(Policy(2)), "are inside jaxact.using"),
+    ],
+)
+def test_compressed_calls_that_a_plan_has_no_say_in(around, cause):
+    small = compressed(lambda w, x: jnp.tanh(x @ w))
+    step = jax.grad(around(lambda w, x: small(w, x).sum()))
+    with pytest.raises(ValueError, match=cause):
+        jaxact.plan(step, jnp.ones((64, 64)), jnp.ones((64, 64)), budget=0.5)
+
+
 def test_the_bytes_of_every_action_are_those_that_it_encodes():
     residual = Residual((3, 1000), np.dtype(np.float32))
     x = jax.ShapeDtypeStruct(residual.shape, residual.dtype)
