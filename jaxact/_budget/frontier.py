@@ -69,9 +69,12 @@ class Frontier(Tabular):
 
     def summary(self) -> str:
         """The meaning of the numbers."""
+        usual = ""
+        if any(point.name in USUAL | OFFLOADED for point in self.points):
+            usual = " (of the usual ways that of products computed again, alone)"
         return (
             f"{self.of} bytes, compiled unless predicted; time is estimated, as a part "
-            "of the step's; noise is variance over the squared gradient"
+            f"of the step's{usual}; noise is variance over the squared gradient"
         )
 
     def _table(self) -> tuple[list[Column[FrontierPoint]], list[FrontierPoint]]:

@@ -19,6 +19,7 @@ from jaxact._budget.candidates import (
     relative_error,
     stored_bytes,
 )
+from jaxact._budget.frontier import Frontier, FrontierPoint
 from jaxact._budget.plan import planned_rows
 from jaxact._budget.read import Step, read_problem
 from jaxact._budget.search import policy_of
@@ -162,6 +163,15 @@ def test_the_usual_ways_stand_on_the_frontier(plans):
     assert 0 < points["checkpoint"].time <= 1 / 3
     assert points["dots_saveable"].time < 0.01
     assert "dots_saveable" in str(found)
+
+
+def test_a_frontier_says_how_usual_ways_are_timed():
+    plain, usual = (
+        FrontierPoint(2**20, 0.1, 0.0, True, name) for name in ("plan", "checkpoint")
+    )
+    text = "the usual ways that of products computed again, alone"
+    assert text in Frontier((plain, usual)).summary()
+    assert text not in Frontier((plain,)).summary()
 
 
 @pytest.mark.thorough
