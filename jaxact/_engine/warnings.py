@@ -16,7 +16,7 @@ from jaxact._engine.lines import Line, user_line
 from jaxact._jaxpr.labels import visible
 from jaxact._policy import RECOMPUTED_FROM_BITS, Policy, Rule
 from jaxact._recompute import Checkpoint, call_key, checkpoints_of
-from jaxact._residual import Residual
+from jaxact._residual import Residual, call_suffix
 
 # How many names a warning offers.
 _OFFERED = 3
@@ -132,14 +132,23 @@ def _watch_of(policy: Policy) -> _Watch:
 def warn_about_rules(policy: Policy) -> None:
     """Warn, once for a policy, about rules and checkpoints that matched nothing.
 
-    Called when a backward pass begins: the forward pass then met every call.
+    Called when a backward pass begins: the forward pass then met every call. A call
+    that is computed again may decide about its residuals later, or not at all where
+    another program did: their keys are no mistake.
     """
     watch = _watches.get(id(policy))
     if watch is None or watch.is_over or not watch.calls or _planning.depth:
         return
     watch.is_over = True
     calls = ", ".join(sorted(watch.calls))
+    again = [
+        prefix
+        for prefix in watch.prefixes
+        if any(one.matches(prefix) for one in checkpoints_of(policy.recompute))
+    ]
     for index, rule in enumerate(policy.rules):
+        if any(_is_in_call(rule.key, prefix) for prefix in again):
+            continue
         if index not in watch.used and rule.path != "*":
             _warn(
                 watch.line,
@@ -156,6 +165,13 @@ def warn_about_rules(policy: Policy) -> None:
             )
     watch.residuals.clear()
     watch.prefixes.clear()
+
+
+def _is_in_call(key: str | None, prefix: str) -> bool:
+    """Whether a key can be that of a residual in the call with this path."""
+    path = visible(prefix)
+    start, end = f"{path}/" if path else "", call_suffix(prefix)
+    return key is not None and key.startswith(start) and key.endswith(end)
 
 
 def _suggestion(rule: Rule, residuals: Iterable[Residual]) -> str:

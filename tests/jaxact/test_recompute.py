@@ -247,3 +247,17 @@ def test_checkpoints_that_match_are_not_told(recwarn):
     jax.grad(network(compressed(Policy(recompute=several))))(W, X)
     jax.grad(scanned(compressed(Policy(recompute=Checkpoint()))))(W, X)
     assert not [w for w in recwarn if "matched no" in str(w.message)]
+
+
+def test_a_policy_like_one_before_is_not_told_about_what_is_computed_again(recwarn):
+    """A saved plan's: the calls' own residuals were decided about in another trace."""
+    calls = Checkpoint(key="layer0"), Checkpoint(key="layer1")
+    keys = "layer0/tanh", "layer1/tanh", "layer0/x", "layer2/tanh"
+    for _ in range(2):
+        rules = tuple(Rule(Exact(), key=key) for key in keys)
+        policy = Policy(rules=(*rules, Rule(Exact(), key="layer9")), recompute=calls)
+        with jaxact.using(policy):
+            loss = network(compressed(None))
+            jax.jit(jax.grad(lambda w, x, loss=loss: loss(w, x)))(W, X)
+    told = [str(w.message) for w in recwarn if "matched no residual" in str(w.message)]
+    assert told and all("key='layer9'" in message for message in told)
