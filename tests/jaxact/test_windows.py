@@ -78,6 +78,7 @@ LAYERS = {
     "local contrast by weights": functools.partial(local_contrast, around=weighted),
     "normalized average": lambda x: x / (around(jax.nn.sigmoid(4 * x - 6)) + 1e-3),
     "logarithm of exponentials": lambda x: jnp.log(mean(jnp.exp(4 * x))),
+    "soft pooling": lambda x: mean((e := jnp.exp(3 * x)) * x) / mean(e),
     "length": lambda x: jnp.sqrt(mean(x * x) + 1e-6),
     "cubes": lambda x: jnp.cbrt(mean(x**3) + 1e-6),
     "response norm": lambda x: response_norm(x, 1e-3),
