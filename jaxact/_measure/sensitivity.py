@@ -14,6 +14,7 @@ from jaxact._compress import compress
 from jaxact._decision import Decision
 from jaxact._engine.storage import BackwardProgram, Packed
 from jaxact._flat import Flat
+from jaxact._jaxpr.evaluate import is_traced
 from jaxact._jaxpr.types import PyTree
 from jaxact._measure.census import census
 from jaxact._measure.instrument import Instrument, evaluate_instrumented
@@ -95,7 +96,7 @@ def sensitivity(
 
     Raises:
       TypeError: the loss is not a real scalar; has_aux and it returns no (loss,
-        anything); key is none; an argument is a `jax.ShapeDtypeStruct`.
+        anything); key is none; an argument is a `jax.ShapeDtypeStruct`, or traced.
       ValueError: nothing in `loss_fn` is stored rounded; argnums out of range; draws
         not a positive integer.
     """
@@ -138,7 +139,13 @@ def sensitivity(
 
 
 def _require_arrays(values: Sequence[object]) -> None:
-    """Refuse shapes in place of arrays: the loss is to be evaluated."""
+    """Refuse shapes and tracers in place of arrays: the loss is to be evaluated."""
+    if is_traced(values):
+        raise TypeError(
+            "sensitivity: it was called inside jax.jit, or another transformation, and "
+            "arrays are required, as the loss is evaluated. Call it outside; "
+            "jaxact.telemetry measures inside a step."
+        )
     for x in values:
         if isinstance(x, jax.ShapeDtypeStruct):
             raise TypeError(

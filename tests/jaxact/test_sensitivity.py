@@ -203,6 +203,8 @@ def test_what_is_wrong_is_said():
         jaxact.sensitivity(lambda x: jnp.square(x).sum(), X)
     with pytest.raises(TypeError, match="has_aux=True"):
         jaxact.sensitivity(lambda w: (network(Policy())((w,), X), 1), WS[0])
+    with pytest.raises(TypeError, match="inside jax.jit"):
+        jax.jit(lambda w: jaxact.sensitivity(network(Policy()), w, X).signal)(WS)
     with pytest.raises(TypeError, match="real scalar"):
         jaxact.sensitivity(lambda w: layer(w, X), WS[0], policy=Policy())
 
