@@ -5,6 +5,7 @@ import jax
 from jaxact._budget.plan import Plan
 from jaxact._budget.problem import Problem
 from jaxact._budget.read import Step
+from jaxact._memory.memory import first_device
 from jaxact._memory.targets import gpu_of
 from jaxact._tabular import bytes_text
 
@@ -61,7 +62,5 @@ def _device(step: Step, target: str | None) -> str:
     if target is not None:
         return gpu_of(target).name
     leaves = jax.tree.leaves((step.args, step.kwargs))
-    placed = [x.sharding.device_set for x in leaves if isinstance(x, jax.Array)]
-    return min(
-        placed[0] if placed else jax.local_devices(), key=lambda d: d.id
-    ).device_kind
+    shardings = [x.sharding for x in leaves if isinstance(x, jax.Array)]
+    return first_device(shardings).device_kind

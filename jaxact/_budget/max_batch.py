@@ -105,20 +105,24 @@ class LargestBatches(Tabular):
 
     def _table(self) -> tuple[list[Column[LargestBatch]], tuple[LargestBatch, ...]]:
         first = max(1, self.rows[0].batch)
-        above = lambda row: [c for c in row.compiled if c.batch > row.batch]
-        larger = lambda row: min(
-            ((c.batch, f"{bytes_text(c.bytes)} at {c.batch}") for c in above(row)),
-            default=(0, "not compiled"),
-        )[1]
         columns: list[Column[LargestBatch]] = [
             Column("policy", lambda row: row.name),
             Column("batch", lambda row: str(row.batch), is_number=True),
             Column("times", lambda row: f"{row.batch / first:.2f}x", is_number=True),
             Column("takes", lambda row: bytes_text(row.bytes), is_number=True),
-            Column("next", larger, is_number=True),
+            Column("next", _next_text, is_number=True),
             Column("compiled", lambda row: str(len(row.compiled)), is_number=True),
         ]
         return columns, self.rows
+
+
+def _next_text(row: LargestBatch) -> str:
+    """The smallest compiled batch that does not fit."""
+    larger = [c for c in row.compiled if c.batch > row.batch]
+    if not larger:
+        return "not compiled"
+    least = min(larger, key=lambda c: c.batch)
+    return f"{bytes_text(least.bytes)} at {least.batch}"
 
 
 def max_batch(

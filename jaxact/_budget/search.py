@@ -173,10 +173,13 @@ class Search:
         else:
             room = wanted / (1 + _GAPS)
         found = self._solve(room)
-        if found is None and nearest:  # not all that the least one gives up at once
-            low = fitting[0] if fitting else self._least().live_bytes
+        if found is not None:
+            return found
+        least = self._least()
+        if nearest:  # not all that the least one gives up at once
+            low = fitting[0] if fitting else least.live_bytes
             found = self._solve((low + nearest[0]) / 2)
-        return found or self._least()
+        return found or least
 
     def _safe(self, limit: int) -> Solution:
         """The solution for a last compilation, when no other was in the budget.

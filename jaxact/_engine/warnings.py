@@ -147,9 +147,9 @@ def warn_about_rules(policy: Policy) -> None:
         if any(one.matches(prefix) for one in checkpoints_of(policy.recompute))
     ]
     for index, rule in enumerate(policy.rules):
-        if any(_is_in_call(rule.key, prefix) for prefix in again):
+        if index in watch.used or rule.path == "*":
             continue
-        if index not in watch.used and rule.path != "*":
+        if not any(_is_in_call(rule.key, prefix) for prefix in again):
             _warn(
                 watch.line,
                 f"jaxact: {rule} matched no residual of {calls}."

@@ -109,13 +109,14 @@ def _softmax(quotient: Eqn, producers: Producers) -> Softmax | None:
     moves = list(_makers(numerator, producers, VIEWS - CASTS - LABELS))[::-1]
     moved = moves[0].invars[0] if moves else numerator
     exponential = _maker(moved, producers, "exp")
-    if sums is None or exponential is None or is_literal(numerator):
+    if sums is None or exponential is None:
         return None
     casts = list(_makers(sums.invars[0], producers, CASTS))
     axes = tuple(sums.params["axes"])
     if [sums, *casts][-1].invars[0] is not numerator:
         return None
-    if not _puts_back(back[::-1], axes, numerator):
+    whole = [exponential, *moves][-1].outvars[0]
+    if not _puts_back(back[::-1], axes, whole):
         return None
     eqns = (exponential, *moves, *casts[::-1], sums, *back[::-1], quotient)
     return Softmax(eqns, axes, moves)

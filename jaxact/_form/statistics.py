@@ -60,9 +60,9 @@ def find_statistics(jaxpr: Jaxpr, facts: Facts) -> set[Var]:
                 statistics.add(v)
         elif keeps_elements(eqn):
             known = [x for x in inputs if x in statistics]
-            # A learned exponent is none: mean(x^p)^(1/p).
-            others = [x for x in inputs if x not in statistics | numbers]
-            others = [x for x in others if is_float(x)]
+            # A learned exponent is no other: mean(x^p)^(1/p).
+            unknown = [x for x in inputs if x not in statistics and x not in numbers]
+            others = [x for x in unknown if is_float(x)]
             is_alike = any(x.aval.size == v.aval.size for x in known)
             if is_alike and not any(is_activation(facts, x) for x in others):
                 statistics.add(v)

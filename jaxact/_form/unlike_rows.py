@@ -51,9 +51,9 @@ def bases_in_unlike_rows(
 
 def _is_scaled_exponential(v: Var, norms: Norms) -> bool:
     """Whether it is one, or one times a mask or a weight."""
-    eqn = norms.producers.get(v)
-    is_scaled = eqn is not None and eqn.primitive.name in ("mul", "select_n")
-    operands = variables_in(eqn.invars) if eqn is not None and is_scaled else [v]
+    operands, eqn = [v], norms.producers.get(v)
+    if eqn is not None and eqn.primitive.name in ("mul", "select_n"):
+        operands = variables_in(eqn.invars)
     return any(map(norms.sums.is_exponential, operands))
 
 

@@ -5,14 +5,14 @@ different numbers: XLA fuses, rematerializes and shares buffers. This asks the c
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.stages import Compiled
 
-from jaxact._memory.compiling import compile_step
+from jaxact._memory.compiling import Device, compile_step
 from jaxact._tabular import Column, Tabular
 
 
@@ -118,8 +118,7 @@ def measure(compiled: Compiled) -> Memory:
     stats: Any = compiled.memory_analysis()
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
     # A program without arrays is compiled for the local backend, whatever the target.
-    devices = shardings[0].device_set if shardings else jax.local_devices()
-    device = min(devices, key=lambda d: d.id)
+    device = first_device(shardings)
     if stats is None or (stats.output_size_in_bytes == 0 < _output_bytes(compiled)):
         raise ValueError(
             f"jaxact.memory: the backend of {device.device_kind} reports no memory of "
@@ -132,6 +131,12 @@ def measure(compiled: Compiled) -> Memory:
         alias_bytes=stats.alias_size_in_bytes,
         device=device.device_kind,
     )
+
+
+def first_device(shardings: Sequence[jax.sharding.Sharding]) -> Device:
+    """Where a program runs whose arrays have these; without any, the local backend."""
+    devices = shardings[0].device_set if shardings else jax.local_devices()
+    return min(devices, key=lambda d: d.id)
 
 
 def _output_bytes(compiled: Compiled) -> int:
