@@ -114,7 +114,7 @@ def _parts(jaxpr: Jaxpr, rules: bool) -> Iterator[Hashable]:
         yield defined(eqn.outvars)
     yield read(jaxpr.outvars)
     if with_rules:
-        yield structure(_rules(with_rules), rules=False)
+        yield from _rule_parts(with_rules)
 
 
 def _params(eqn: Eqn, rules: bool) -> Hashable:
@@ -136,6 +136,22 @@ def _has_rule(eqn: Eqn) -> bool:
         return False
     with eqn.ctx.manager:
         return not jax.sharding.get_abstract_mesh().manual_axes
+
+
+def _rule_parts(eqns: Sequence[Eqn]) -> Iterator[Hashable]:
+    """Keys of custom_jvps' rules: their traces, or where one has none, itself."""
+    try:
+        traced = _rules(eqns)
+    # JAX asks for a rule where it differentiates alone, and some raise an error of any
+    # type: xlogy's for an integer x.
+    except Exception:
+        if len(eqns) > 1:
+            for eqn in eqns:
+                yield from _rule_parts([eqn])
+        else:
+            yield tuple(_key(x, rules=False) for x in eqns[0].params.values())
+    else:
+        yield structure(traced, rules=False)
 
 
 def _rules(eqns: Sequence[Eqn]) -> ClosedJaxpr:

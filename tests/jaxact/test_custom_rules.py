@@ -124,6 +124,27 @@ def test_outputs_and_gradients_may_be_python_numbers():
     assert gradient == 2 and total == 7
 
 
+def test_a_rule_that_raises_is_asked_for_where_it_is_differentiated_alone():
+    """As in JAX: the Gumbel density computes xlogy(-1, scale), which has no rule."""
+
+    @jax.custom_jvp
+    def refusing(x):
+        return jnp.round(x)
+
+    @refusing.defjvp
+    def _refuse(primals, tangents):
+        raise NotImplementedError("refusing has no derivative")
+
+    def f(w, x):
+        density = jax.scipy.stats.gumbel_r.logpdf(x @ w, 0.0, 2.0)
+        return (density * refusing(x) * refusing(2 * x)).sum()
+
+    small = jaxact.compress(f, policy=EXACT, activations="x")
+    assert_same_bits(jax.grad(small)(W, X), jax.grad(f)(W, X))
+    with pytest.raises(NotImplementedError, match="refusing has no derivative"):
+        jax.grad(small, 1)(W, X)
+
+
 @pytest.mark.parametrize(
     "policy", [EXACT, Policy(8), Policy(8, recompute=save.dots_saveable)]
 )
