@@ -16,6 +16,7 @@ from jaxact._modules.original import original_of, refuse_key, remember
 from jaxact._policy import Policy
 from jaxact._trace import Names, TraceCache, arguments, as_tuple
 from jaxact._typing import C, Compress, Compressed, M, P, R
+from jaxact._using import runs_later
 
 _AS_DECORATOR = object()  # no target: the result takes it
 
@@ -103,7 +104,9 @@ def compress(
       compressed already, the original is compressed: this call's options decide.
 
     Raises:
-      TypeError: `target` or `policy` has the wrong type.
+      TypeError: `target` or `policy` has the wrong type; `target` is a generator or
+        coroutine function, or when called has an output that is no pytree of arrays and
+        constants.
       ValueError: `target` has a parameter `rounding_key` of its own; when called, if
         `activations` or `static_argnums` name no argument.
 
@@ -178,6 +181,11 @@ class _Options:
 
     def _compress_function(self, f: Callable[..., Any]) -> Callable[..., Any]:
         refuse_key(f)
+        if runs_later(f):
+            raise TypeError(
+                f"compress({f!r}): a generator or coroutine function computes after "
+                "its call. Return all results, in a tuple or list."
+            )
         cache = TraceCache()
 
         @functools.wraps(f)

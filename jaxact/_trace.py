@@ -14,6 +14,7 @@ from typing import Any, TypeAlias, TypeGuard
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.stages import Wrapped
 
 from jaxact._flat import Flat, Kind
@@ -145,6 +146,8 @@ class _OnArrays:
         args, others = values[: self.num_args], values[self.num_args :]
         out = self.f(*args, **dict(zip(self.names, others, strict=True)))
         out, tree = jax.tree.flatten(out)
+        for x in out:
+            _check_output(x)
         static = [None if is_array(x) else (x,) for x in out]
         return [x for x in out if is_array(x)], Static((tree, static))
 
@@ -165,6 +168,25 @@ class _OnArrays:
         except TypeError:
             return None
         return key
+
+
+def _check_output(x: object) -> None:
+    """Refuse an output that belongs to one call, where another uses its trace again.
+
+    Raises:
+      TypeError: an iterator, a mutable value, or an object that holds a traced array.
+    """
+    if is_array(x):
+        return
+    fields = getattr(x, "__dict__", {}).values()
+    holds_arrays = any(isinstance(v, Tracer) for v in fields)
+    if holds_arrays or isinstance(x, Iterator) or not isinstance(x, Hashable):
+        raise TypeError(
+            f"an output of a compressed function is of type {type(x).__name__}: arrays "
+            "and constants are required, in tuples, lists, dicts or other pytrees. "
+            "Register the class by jax.tree_util.register_dataclass, or return its "
+            "fields in a dict."
+        )
 
 
 # Whose pytrees hold nothing but keys beside their leaves.

@@ -7,8 +7,12 @@ traces that.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 
@@ -18,6 +22,7 @@ from jaxact._policy import Policy
 
 # Hears a call's path, with labels, its program, and the decisions about its residuals.
 Observer: TypeAlias = Callable[[str, Jaxpr, Sequence[Decision]], None]
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class Override:
@@ -59,14 +64,67 @@ def overriding(override: Override) -> contextlib.AbstractContextManager[object]:
     return _context(override)
 
 
-@contextlib.contextmanager
-def using(policy: Policy) -> Iterator[Policy]:
+def runs_later(f: object) -> bool:
+    """Whether a call makes a generator or coroutine, whose body runs after it."""
+    kinds = (
+        inspect.isgeneratorfunction,
+        inspect.iscoroutinefunction,
+        inspect.isasyncgenfunction,
+    )
+    functions = (f, type(f).__call__) if callable(f) else ()
+    return any(is_kind(g) for is_kind in kinds for g in functions)
+
+
+class _Using(threading.local):
+    """A context to enter any number of times, and a decorator.
+
+    Each thread has its own contexts to leave.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._override = Override(policy)
+        self._entered: list[contextlib.AbstractContextManager[object]] = []
+
+    def __enter__(self) -> Policy:
+        context = overriding(self._override)
+        context.__enter__()
+        self._entered.append(context)
+        return self._override.policy
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._entered.pop().__exit__(kind, error, traceback)
+
+    def __call__(self, f: _F) -> _F:
+        if runs_later(f):
+            raise TypeError(
+                f"jaxact.using(...)({f!r}): a generator or coroutine function runs "
+                "after its call, outside of this context. Write `with "
+                "jaxact.using(policy):` in it, around the compressed calls."
+            )
+        override = self._override
+
+        @functools.wraps(f)
+        def inside(*args: object, **kwargs: object) -> Any:
+            with overriding(override):
+                return f(*args, **kwargs)
+
+        return inside  # type: ignore[return-value]
+
+
+def using(policy: Policy) -> _Using:
     """A context in which compressed calls take this policy in place of their own.
 
     For a model whose code stays as it is: a plan, bits that were just measured, a
     comparison. It counts where a call is traced; a step that was jitted and traced
     outside is traced again inside, and JAX keeps both programs. Of contexts inside one
-    another the innermost counts. A thread that is started inside is outside.
+    another the innermost counts. A thread that is started inside is outside; all else
+    that runs meanwhile is inside, such as other tasks of an event loop: no `await` or
+    `yield` belongs in it.
 
     Rules choose by path, name or key, so one policy can treat every call differently;
     rules of the calls' own policies do not count.
@@ -77,7 +135,7 @@ def using(policy: Policy) -> Iterator[Policy]:
       policy: for all calls.
 
     Raises:
-      TypeError: `policy` is no Policy.
+      TypeError: `policy` is no Policy; it decorates a generator or coroutine function.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxact
@@ -93,5 +151,4 @@ def using(policy: Policy) -> Iterator[Policy]:
             f"jaxact.using({policy!r}): a jaxact.Policy is required, such as "
             "jaxact.using(jaxact.Policy(bits=2)); of a plan write plan.policy."
         )
-    with overriding(Override(policy)):
-        yield policy
+    return _Using(policy)

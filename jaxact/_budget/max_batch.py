@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxact._budget.size import parsed
+from jaxact._codec.checks import checked_int
 from jaxact._engine.warnings import CompressionWarning
 from jaxact._measure.progress import progress
 from jaxact._memory import memory
@@ -181,7 +182,9 @@ def max_batch(
       True
     """
     policies = {"the step": None} if policies is None else policies
-    _check(step_of_batch, policies, {"multiple_of": multiple_of, "degree": degree})
+    _check(step_of_batch, policies)
+    multiple_of = _checked_count("multiple_of", multiple_of)
+    degree = _checked_count("degree", degree)
     known = _checked_known(known)
     limit = _limit(target, budget, reserve)
     devices: list[str] = []
@@ -215,10 +218,11 @@ def _limit(
             "target='h100', or budget='24GiB'."
         )
     whole = gpu_of(str(target)).memory_bytes if budget is None else budget
-    device_bytes = parsed(whole, "jaxact.max_batch").of(0)
+    device_bytes = parsed(whole, "jaxact.max_batch(budget").of(0)
     kept = 0
     if reserve:
-        kept = parsed(reserve, "jaxact.max_batch(reserve)").of(device_bytes)
+        size = parsed(reserve, "jaxact.max_batch(reserve", "the budget")
+        kept = size.of(device_bytes)
     if kept >= device_bytes:
         raise ValueError(
             f"jaxact.max_batch(budget={budget!r}, reserve={reserve!r}): a reserve "
@@ -342,9 +346,7 @@ def _step(
     return made[0], tuple(made[1])
 
 
-def _check(
-    step_of_batch: object, policies: object, counts: Mapping[str, object]
-) -> None:
+def _check(step_of_batch: object, policies: object) -> None:
     if not callable(step_of_batch):
         raise TypeError(
             f"jaxact.max_batch({step_of_batch!r}): a function from a batch size to "
@@ -359,12 +361,15 @@ def _check(
             f"jaxact.max_batch(policies={policies!r}): a mapping from names to "
             "policies is required: {'2 bits': jaxact.Policy(bits=2), 'now': None}."
         )
-    for name, count in counts.items():
-        if isinstance(count, bool) or not (isinstance(count, int) and count >= 1):
-            raise ValueError(
-                f"jaxact.max_batch({name}={count!r}): an integer of at least 1 is "
-                f"required, such as {name}=2."
-            )
+
+
+def _checked_count(name: str, count: object) -> int:
+    return checked_int(
+        count,
+        range(1, 1 << 31),
+        f"jaxact.max_batch({name}={count!r}): an integer of at least 1 is required, "
+        f"such as {name}=2.",
+    )
 
 
 def _checked_known(known: object) -> Mapping[str, Mapping[int, int]]:

@@ -107,7 +107,7 @@ def plan(
       >>> with jaxact.using(plan.policy):
       ...     gradient = jax.grad(loss)(ws, x)
     """
-    size = parsed(budget, "jaxact.plan")
+    size = parsed(budget, "jaxact.plan(budget", "what the uncompressed step takes")
     has_kernels = target is not None or jax.default_backend() == "gpu"
     if actions is None:
         on_gpu = (*candidates.EVERY, *candidates.ON_HOST)

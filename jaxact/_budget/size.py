@@ -4,6 +4,8 @@ import dataclasses
 import math
 import re
 
+import numpy as np
+
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _TEXT = re.compile(r"\s*([\d_]+(?:\.\d+)?)\s*(?:([kmgt])(i?)b|b)\s*", re.IGNORECASE)
@@ -21,18 +23,26 @@ class Size:
         return int(whole * self.ratio) if self.number is None else self.number  # type: ignore[operator]
 
 
-def parsed(budget: str | int | float, call: str) -> Size:
+def parsed(budget: str | int | float, argument: str, whole: str = "") -> Size:
     """A budget in bytes, or as a ratio.
+
+    Args:
+      argument: the call and its argument, for errors.
+      whole: whose part a ratio is; "" where none is taken.
 
     Raises:
       TypeError: neither text nor a number.
       ValueError: text that is no size, a number that is not positive or no ratio.
     """
     wrong = (
-        f"{call}(budget={budget!r}): bytes are required, as an integer or as text such "
-        "as '12GB' (10**9) or '12GiB' (2**30); or a part of the uncompressed step's "
-        "takes, a float below 1 such as 0.4."
+        f"{argument}={budget!r}): bytes are required, as an integer or as text such "
+        "as '12GB' (10**9) or '12GiB' (2**30)"
     )
+    if whole:
+        wrong += f"; or a part of {whole}, a float below 1 such as 0.4"
+    wrong += "."
+    if isinstance(budget, np.integer | np.floating):
+        budget = budget.item()
     if isinstance(budget, bool) or not isinstance(budget, str | int | float):
         raise TypeError(wrong)
     if isinstance(budget, str):
@@ -43,7 +53,7 @@ def parsed(budget: str | int | float, call: str) -> Size:
         factor = (_BINARY if binary else _UNITS)[(unit or "").lower()]
         budget = int(float(number.replace("_", "")) * factor)
     if isinstance(budget, float):
-        if not 0 < budget < 1 or not math.isfinite(budget):
+        if not whole or not 0 < budget < 1 or not math.isfinite(budget):
             raise ValueError(wrong)
         return Size(None, budget)
     if budget < 1:

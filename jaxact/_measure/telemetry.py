@@ -84,7 +84,7 @@ def _pooled(shape: Shape) -> tuple[int, ...]:
 
 
 @jax.tree_util.register_pytree_with_keys_class
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class NoiseReport:
     """The noise that rounding adds to the gradients, by residual.
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -304,3 +305,29 @@ def test_debug_nans_passes_over_constants_and_finds_results(policy):
             wrong(X)
         with pytest.raises(FloatingPointError):
             jax.grad(lambda x: wrong(x).sum())(X)
+
+
+@dataclasses.dataclass
+class Unregistered:
+    y: jax.Array
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda w, x: (layer(w, x), set()),
+        pytest.param(
+            lambda w, x: map(jnp.sin, [x @ w]),
+            marks=pytest.mark.filterwarnings("ignore:Python iterable type"),
+        ),
+        lambda w, x: types.SimpleNamespace(y=layer(w, x)),
+        lambda w, x: Unregistered(layer(w, x)),
+    ],
+    ids=["set", "map", "namespace", "class"],
+)
+def test_an_output_that_another_call_cannot_have_is_refused(f):
+    """Eager calls share a trace: one's set would be the next one's, filled."""
+    small = jaxact.compress(f, activations="x")
+    for call in (small, jax.jit(small)):
+        with pytest.raises(TypeError, match="an output of a compressed function is of"):
+            call(W, X)

@@ -5,6 +5,7 @@ import json
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxact
@@ -147,6 +148,8 @@ def test_compiled_steps():
     [
         ({}, ValueError, "the memory of the device is required"),
         ({"budget": "much"}, ValueError, "'12GiB'"),
+        ({"budget": 0.5}, ValueError, r"\(2\*\*30\)\.$"),
+        ({"budget": 100, "reserve": 1.5}, ValueError, "reserve=1.5.*of the budget"),
         ({"budget": 100, "reserve": 100}, ValueError, "a reserve below the budget"),
         ({"budget": 100, "multiple_of": 0}, ValueError, "multiple_of=2"),
         ({"budget": 100, "degree": True}, ValueError, "degree=2"),
@@ -165,3 +168,9 @@ def test_mistakes(changes, error, text):
     options = {"step_of_batch": step_of_batch} | changes
     with pytest.raises(error, match=text):
         jaxact.max_batch(**options)
+
+
+def test_numbers_of_numpy():
+    budget, multiple = np.int64(1 << 22), np.int32(512)
+    found = jaxact.max_batch(step_of_batch, budget=budget, multiple_of=multiple)
+    assert found == jaxact.max_batch(step_of_batch, budget=1 << 22, multiple_of=512)

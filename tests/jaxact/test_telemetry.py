@@ -376,3 +376,11 @@ def test_one_compiled_step_measures_every_other_time():
     assert not any(pair.any() for pair in nothing.values.values())
     # The same numbers are computed; XLA may fuse what is measured with them.
     np.testing.assert_allclose(gradient, plain, rtol=1e-4, atol=1e-4)
+
+
+def test_reports_can_be_compared_and_kept_in_sets():
+    """They hold arrays, so that one equals itself alone."""
+    probe = jaxact.telemetry(unrolled).probe(W, X)
+    again = jax.tree.map(lambda x: x, probe)
+    assert probe == probe != again
+    assert len({probe, probe, again}) == 2

@@ -166,3 +166,27 @@ def test_modules():
 def test_not_a_policy():
     with pytest.raises(TypeError, match=r"using\(2\): a jaxact.Policy is required"):
         using(2).__enter__()
+
+
+def test_a_context_is_entered_again():
+    layer, context = layer_of(Policy(bits=7)), using(TWO)
+    for _ in range(2):
+        with context, context:
+            assert bits_of(layer, W, X) == {2}
+        assert bits_of(layer, W, X) == {7}
+
+
+def test_functions_that_run_after_their_call_are_refused():
+    """Their bodies would run outside of the context, with the calls' own policy."""
+
+    def generator():
+        yield 1
+
+    async def coroutine():
+        pass
+
+    for f in (generator, coroutine):
+        with pytest.raises(TypeError, match="Write `with jaxact.using"):
+            using(TWO)(f)
+        with pytest.raises(TypeError, match="Return all results"):
+            jaxact.compress(f)
