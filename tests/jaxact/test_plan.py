@@ -276,7 +276,7 @@ def test_of_the_whole_device(plans):
     ],
 )
 def test_sizes(budget, expected):
-    assert parsed(budget, "f").of(1000) == expected
+    assert parsed(budget, "f(x", "y").of(1000) == expected
 
 
 @pytest.mark.parametrize(
