@@ -252,6 +252,15 @@ NEAR = {
     "inverse square": lambda z: 1 / (z**2 + 1e-2),
     "direction": lambda z: z * jax.lax.rsqrt(z * z + 1e-4),
     "logarithm of a size": lambda z: jnp.log(z**2 + jnp.roll(z, 1, 0) ** 2 + 1e-4),
+    "logarithm of a gamma distribution's tail": lambda z: jnp.log(
+        jax.scipy.special.gammainc(2.0, jnp.exp(z))
+    ),
+    "logarithm of a beta distribution's tail": lambda z: jnp.log(
+        jax.scipy.special.betainc(2.0, 3.0, jax.nn.sigmoid(2 * z))
+    ),
+    "normalizer of a von Mises distribution": lambda z: jnp.log(
+        jax.scipy.special.i0e(jnp.exp(3 * z))
+    ),
 }
 
 
