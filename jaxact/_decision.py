@@ -28,6 +28,7 @@ class Reason(enum.Enum):
     BENT_AGAIN = "a loop's state, nonlinear in itself, is computed from it again"
     SHORT_NORM = "a norm over a few values is taken of it"
     COMPLEMENT = "a number less a sum of it is near a pole, as 1 / (1 - |u|^2)"
+    WEIGHTED = "multiplied with its own exponential, as in sum(p log p)"
     UNLIKE_ROWS = "something is divided by sums of it, which may have any size"
     NEAR_POLE = "it, or what divides it, is near a pole (of a logarithm, a root, 1 / x)"
     RETURNED = "returned, above zero: a loss outside may take its logarithm or inverse"

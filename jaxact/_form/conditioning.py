@@ -17,6 +17,7 @@ from jaxact._form.poles import (
 from jaxact._form.returned import unclipped
 from jaxact._form.short_norms import bases_in_short_norms
 from jaxact._form.unlike_rows import bases_in_unlike_rows
+from jaxact._form.weighted_scores import bases_of_weighted_scores
 from jaxact._form.windows import bases_in_windows
 from jaxact._jaxpr.flow import Facts, fact_of
 from jaxact._jaxpr.links import Links
@@ -30,7 +31,7 @@ def ill_conditioned(
     links: Links,
 ) -> dict[Var, Reason]:
     """Bases near a pole, also by their sum or outside; in short norms; from factors;
-    in sums over windows; with unlike rows; also inside.
+    weighted by their exponentials; in sums over windows; with unlike rows; also inside.
 
     Args:
       facts: which variables are made from more than parameters.
@@ -48,6 +49,8 @@ def ill_conditioned(
     reasons |= dict.fromkeys(complements, Reason.COMPLEMENT)
     factors = bases_of_factors(jaxpr, classes, producers)
     reasons |= dict.fromkeys(factors, Reason.SOLVED_WITH)
+    weighted = bases_of_weighted_scores(chooser, needed)
+    reasons |= dict.fromkeys(weighted, Reason.WEIGHTED)
     windows = bases_in_windows(jaxpr, classes, producers)
     reasons |= dict.fromkeys(windows, Reason.UNLIKE_ROWS)
     unlike = bases_in_unlike_rows(chooser, needed, reasons)
