@@ -1,7 +1,6 @@
 """A budget as people write it: '12GiB', bytes, or a part of the uncompressed step."""
 
 import dataclasses
-import math
 import re
 
 import numpy as np
@@ -53,7 +52,7 @@ def parsed(budget: str | int | float, argument: str, whole: str = "") -> Size:
         factor = (_BINARY if binary else _UNITS)[(unit or "").lower()]
         budget = int(float(number.replace("_", "")) * factor)
     if isinstance(budget, float):
-        if not whole or not 0 < budget < 1 or not math.isfinite(budget):
+        if not whole or not 0 < budget < 1:
             raise ValueError(wrong)
         return Size(None, budget)
     if budget < 1:

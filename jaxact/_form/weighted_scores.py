@@ -28,9 +28,9 @@ def bases_of_weighted_scores(chooser: Chooser, needed: Iterable[Atom]) -> set[Va
     Args:
       needed: values that the backward pass reads.
     """
-    weights = _weights(chooser)
-    if not weights:
+    if not chooser.classes.exponentials:
         return set()
+    weights = _weights(chooser)
     read = set(chooser.bases(needed))
     found: set[Var] = set()
     for eqn in chooser.jaxpr.eqns:
