@@ -13,6 +13,7 @@ from jax.stages import Compiled, Traced
 
 from jaxact._memory.targets import gpu_of
 from jaxact._modules.find import for_states
+from jaxact_kernels import device as kernel_device
 
 T = TypeVar("T")
 # jax.Device is no type to type checkers.
@@ -155,9 +156,7 @@ def _register_compiler(target: str) -> None:
 def described(target: str) -> contextlib.AbstractContextManager[object]:
     """The context in which Pallas lowers for `target` and no local device."""
     gpu = gpu_of(target)
-    device = jax.sharding.AbstractDevice(gpu.name, gpu.cores, platform="gpu")
-    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
-    return jax.sharding.use_abstract_mesh(mesh)
+    return kernel_device.described(kernel_device.Device(gpu.name), gpu.cores)
 
 
 @contextlib.contextmanager

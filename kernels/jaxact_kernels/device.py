@@ -62,11 +62,12 @@ def old_for_triton(device: Device) -> str | None:
     return f"Triton needs compute capability 8.0; {device.kind} has {major}.{minor}"
 
 
-def described(device: Device) -> contextlib.AbstractContextManager[object]:
+def described(
+    device: Device, num_cores: int | None = None
+) -> contextlib.AbstractContextManager[object]:
     """The context in which Pallas lowers for a device, and for no mesh."""
-    abstract = jax.sharding.AbstractDevice(
-        device_kind=device.kind, num_cores=None, platform="gpu"
-    )
+    kind = device.kind.replace("A10G", "A10")  # Pallas has no other name for it
+    abstract = jax.sharding.AbstractDevice(kind, num_cores, platform="gpu")
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=abstract)
     return jax.sharding.use_abstract_mesh(mesh)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.experimental import topologies
 
-from jaxact import Memory, memory
+from jaxact import Memory, compress, memory
 from jaxact._memory import compiling
 from jaxact._memory.memory import measure
 from jaxact._memory.targets import TARGETS, gpu_of
@@ -105,7 +105,8 @@ def test_targets_compile_after_the_local_backend_was_used(target):
 
 
 @needs_target
-def test_pallas_kernels_compile_for_a_target():
+@pytest.mark.parametrize("target", sorted(TARGETS.keys() - {"v100", "t4"}))
+def test_pallas_kernels_compile_for_a_target(target):
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
@@ -115,7 +116,7 @@ def test_pallas_kernels_compile_for_a_target():
     call = pl.pallas_call(
         double, shape(128, 128), compiler_params=triton.CompilerParams(num_warps=4)
     )
-    found = memory(call, shape(128, 128), target="a100")
+    found = memory(call, shape(128, 128), target=target)
     assert found.output_bytes == 128 * 128 * 4
 
 
@@ -254,3 +255,13 @@ def test_only_arrays_are_replaced():
     abstract = compiling.abstract_on(jax.devices()[0])
     for value in (3, 2.5, "name", len, np.float32):
         assert abstract(value) is value
+
+
+@needs_target
+@pytest.mark.parametrize("target", sorted(TARGETS.keys() - {"v100"}))
+def test_compressed_steps_compile_for_a_target(target):
+    """With kernels, or without: Triton has none for a T4."""
+    small = compress(lambda x, w: jax.nn.gelu(x @ w), activations="x")
+    step = jax.grad(lambda w, x: small(x, w).sum())
+    found = memory(step, shape(256, 256), shape(512, 256), target=target)
+    assert found.output_bytes == 256 * 256 * 4
