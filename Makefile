@@ -2,7 +2,7 @@
 # and installs what it needs. The newest tested Python that runs here, or PYTHON=...
 
 PYTHON ?= $(shell for python in python3.12 $(HOME)/.pyenv/versions/3.12.*/bin/python \
-  python3.11 $(HOME)/.pyenv/versions/3.11.*/bin/python; do \
+  python3.11 $(HOME)/.pyenv/versions/3.11.*/bin/python python3.13 python3.14; do \
   $$python -c "" 2>/dev/null && { echo $$python; exit; }; done; echo python3)
 DATA ?=
 RUN := .venv/bin/python

@@ -7,6 +7,9 @@ import weakref
 from collections.abc import Hashable, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from jaxact._jaxpr.evaluate import evaluate
 from jaxact._jaxpr.labels import with_labels, without_scope
 from jaxact._jaxpr.links import Links
@@ -54,7 +57,7 @@ class Flat:
     def __call__(self, *values: Array) -> list[Any]:
         num_consts = len(self.jaxpr.constvars)
         consts, inputs = values[:num_consts], values[num_consts:]
-        return evaluate(self.jaxpr, consts, inputs)
+        return [_as_array(x) for x in evaluate(self.jaxpr, consts, inputs)]
 
     @property
     def invars(self) -> list[Var]:
@@ -94,6 +97,12 @@ class Flat:
             return None
         paths = tuple(path.removeprefix(f"{scope}/") for path in self.paths)
         return dataclasses.replace(self, jaxpr=jaxpr, paths=paths)
+
+
+def _as_array(x: Array) -> Array:
+    """An array for a constant that a program returns: a bool's `~` is a number."""
+    has_values = jnp.result_type(x) != jax.dtypes.float0
+    return jnp.asarray(x) if has_values and not isinstance(x, jax.Array) else x
 
 
 _traced: "weakref.WeakValueDictionary[Hashable, Flat]" = weakref.WeakValueDictionary()

@@ -144,6 +144,8 @@ def _lift(
             rounding_key: jax.Array | None = None,
             **kwargs: object,
         ) -> Any:
+            if not jax.tree.leaves(scopes):  # not bound: Linen says so
+                return fn(scopes, *args, **kwargs)
             if rounding_key is None:
                 rounding_key = _stream_key(scopes)
             place = _place_of(jax.tree.leaves(scopes)[0], target)

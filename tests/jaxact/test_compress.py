@@ -11,6 +11,7 @@ import pytest
 
 import jaxact
 from jaxact import Exact, Policy, Quantize, Rule
+from jaxact._jaxpr.compat import HAS_GENERIC_BATCHING
 from support.programs import assert_same_bits, relative_error, same_bits
 
 pytestmark = pytest.mark.unoptimized
@@ -331,3 +332,22 @@ def test_an_output_that_another_call_cannot_have_is_refused(f):
     for call in (small, jax.jit(small)):
         with pytest.raises(TypeError, match="an output of a compressed function is of"):
             call(W, X)
+
+
+def test_constants_come_back_as_arrays():
+    """Outside of a trace too, as from `jax.jit`: `~` of Python's True is -2."""
+
+    def f(x):
+        results = jnp.array(True), jnp.asarray(4), jnp.zeros(()), jnp.int8(3)
+        return jnp.tanh(x), *results
+
+    wanted = jax.jit(f)(X)
+    results = [jaxact.compress(f)(X)]
+    if HAS_GENERIC_BATCHING:  # before, JAX's own custom_jvp makes numbers of arrays
+        results.append(jax.vjp(jaxact.compress(f), X)[0])
+    for found in results:
+        assert all(isinstance(leaf, jax.Array) for leaf in found)
+        for leaf, other in zip(found, wanted, strict=True):
+            assert_same_bits(leaf, other)
+            assert leaf.weak_type == other.weak_type
+        assert not bool(~found[1])

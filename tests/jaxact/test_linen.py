@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.errors import CallCompactUnboundModuleError
 from jax import lax
 from scipy import stats
 
@@ -370,3 +371,8 @@ def test_a_compressed_cell_in_a_scan_that_shares_its_parameters():
     assert same(params, whole.init(jax.random.key(1), x))
     gradient = lambda net: jax.grad(lambda p: net.apply(p, x).sum())(params)
     assert relative_error(gradient(small), gradient(whole)) < 1e-6
+
+
+def test_an_unbound_module_is_linens_error():
+    with pytest.raises(CallCompactUnboundModuleError):
+        jaxact.compress(nn.Dense)(8)(jnp.ones((2, 4)))

@@ -86,6 +86,19 @@ def test_scan_equals_a_loop(subject):
     assert_same(run(x, seeds), jax.tree.map(lambda *rows: jnp.stack(rows), *wanted))
 
 
+@pytest.mark.parametrize("length", [32, 48])
+def test_an_explicit_axis_with_one_device_cuts_nothing(length):
+    """`jax.make_mesh` makes such axes, and short rows share a group."""
+    mesh = jax.make_mesh((1,), ("model",), axis_types=(jax.sharding.AxisType.Explicit,))
+    x = sample(Affine(2), (8, 16, length))
+    encode, decode = jitted(Affine(2), x.shape)
+    stored = encode(x, np.uint32(7))
+    placed = jax.device_put(x, jax.NamedSharding(mesh, jax.P(None, None, "model")))
+    found = encode(placed, np.uint32(7))
+    assert_same(stored, found)
+    assert_same(decode(stored), decode(found))
+
+
 @thorough
 def test_eight_devices_give_the_words_of_one_without_a_collective():
     run_on_eight_devices(__file__)
