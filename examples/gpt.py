@@ -10,11 +10,11 @@ step's temporary memory in MiB (2-core CPU, JAX 0.12.0, Python 3.12, one seed):
 
                     Python's help    tinyshakespeare    stored    temp
   --policy none             1.762              2.057      48.8    57.4
-  (4 bits)                  1.780              2.053       6.1    19.5
-  --bits 2                  1.844              2.102       4.2    17.6
+  (4 bits)                  1.770              2.056       6.0    15.5
+  --bits 2                  1.835              2.108       4.1    13.5
 
 Full: 12 layers of width 768, sequences of 1024, 20,000 steps of 32. On an H100 a step
-has 54,985 MiB of temporaries uncompressed and 10,283 MiB with 4 bits, as compiled for
+has 54,985 MiB of temporaries uncompressed and 8,290 MiB with 4 bits, as compiled for
 one by `--size full --data tinyshakespeare.txt --dry-run --target h100`, in 1 minute of
 CPU time; it was not run on a GPU.
 """

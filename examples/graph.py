@@ -8,12 +8,12 @@ Expected at 4 bits, in brackets uncompressed (`--policy none`); one seed, JAX 0.
 about 10 s of CPU time, 80 s for GCN at full size:
 
                       test accuracy    stored, MiB     temp, CPU      temp, H100
-  GCN, digits         87.8 (88.0) %    0.2 (3.2)       6.4 (6.9)      2.1 (3.2)
-  GAT, digits         87.8 (87.5) %    0.8 (17.2)     18.7 (26.8)     3.8 (4.9)
-  GCN, Cora           78.0 (77.8) %    0.2 (4.6)       6.7 (7.4)     19.1 (20.4)
-  GAT, Cora           78.4 (78.6) %    1.1 (18.1)     16.1 (23.8)    19.2 (21.9)
-  GCN, Cora, full     77.8 (77.0) %    5.1 (103.6)   129.3 (152.3)   56.4 (95.2)
-  GAT, Cora, full     not trained     19.0 (369.6)   267.0 (421.6)   70.9 (108.7)
+  GCN, digits         88.0 (88.0) %    0.2 (3.2)       6.0 (6.9)      2.3 (3.2)
+  GAT, digits         87.4 (87.5) %    0.8 (17.2)     18.9 (26.8)     3.8 (4.9)
+  GCN, Cora           78.5 (77.8) %    0.2 (4.6)       6.1 (7.4)     19.1 (20.4)
+  GAT, Cora           78.5 (78.6) %    1.0 (18.1)     16.2 (23.8)    19.2 (21.9)
+  GCN, Cora, full     78.5 (77.0) %    5.1 (103.6)   118.2 (152.3)   56.4 (95.2)
+  GAT, Cora, full     not trained     16.9 (369.6)   256.6 (421.6)   56.9 (108.7)
 
 The remaining temp is mostly one layer at work: a message for each edge. An H100's is
 the compiler's number (`--target h100`, for full size with `--dry-run`); none of this

@@ -21,7 +21,7 @@ compiled step's temporary memory in MiB (2-core CPU, JAX 0.12.0, Python 3.12, on
 Full: 1000 steps of 8 sequences of 1024 tokens, attention recomputed. With a config.json
 of Mistral-7B-v0.3 (32 layers of width 4096) as FOLDER, `--size full --dry-run --target
 h100` has a step on an H100 take, beside 13.5 GiB of weights, 61.4 GiB of temporaries
-uncompressed, 10.6 GiB with 4 bits and 6.9 GiB with `--bits 2`, in 1 minute of CPU time;
+uncompressed, 11.1 GiB with 4 bits and 7.7 GiB with `--bits 2`, in 1 minute of CPU time;
 it was not run on a GPU. A frozen map's input is stored only where its adapter needs it.
 """
 

@@ -10,12 +10,13 @@ seed, JAX 0.12.0; the file has 10,000 images of CIFAR-10, of which 132 steps see
 about twice):
 
               test accuracy    stored, MiB     temp, CPU, MiB
-  digits      99.2 %           9.1 (55.2)      21.2 (60.3)
-  CIFAR-10    40.5 (40.3) %    36.9 (220.1)    85.7 (240.2)
+  digits      99.2 %           9.1 (55.2)      20.6 (60.3)
+  CIFAR-10    40.5 (40.3) %    36.9 (220.1)    83.4 (240.2)
 
-Full: ResNet-50 and 450,000 steps of 256 images. A step of 64 takes 782 MiB of
-temporaries on an H100, uncompressed 2762, `--bits 2` 558, as compiled for one by
-`benchmarks/step.py`. It was not run on a GPU.
+Full: ResNet-50 and 450,000 steps of 256 images. A step of 64 takes 701 MiB of
+temporaries on an H100, uncompressed 2762, `--bits 2` 563, as compiled for one by
+`benchmarks/step.py`. On an H100 such steps took 1.14 times as long as uncompressed at 4
+bits (`benchmarks/gpu.py`); a full training was not run.
 """
 
 import argparse

@@ -18,15 +18,15 @@ Small, with `--data tinyshakespeare.txt`: the network and the steps of gpt.py, a
 those of one device; the table's residuals are those of all:
 
                               validation    temp, uncompressed    temp, 4 bits
-  --devices 8 --mesh 2 4      2.059 nats               8.4 MiB         3.4 MiB
-  --devices 1                 2.055 nats              57.4 MiB        19.5 MiB
+  --devices 8 --mesh 2 4      2.059 nats               8.4 MiB         3.3 MiB
+  --devices 1                 2.055 nats              57.4 MiB        15.5 MiB
 
 and at the end, on 8 devices, 13 all-gathers and 7 all-reduces in both programs, those
 of a loop counted once.
 
 Full, one of eight: `--size full --devices 8 --dry-run --data tinyshakespeare.txt` gives
-6980 and 1323 MiB, compiled for the CPU. Compiled for an H100, one device's part of the
-batch takes 7147 and 1394 MiB without the sharding (`gpt.py --size full --batch 4
+6980 and 1316 MiB, compiled for the CPU. Compiled for an H100, one device's part of the
+batch takes 7147 and 1346 MiB without the sharding (`gpt.py --size full --batch 4
 --dry-run --target h100`). Neither was run on a GPU.
 """
 
