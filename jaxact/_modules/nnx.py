@@ -1,9 +1,9 @@
 """`compress` for Flax NNX: split a call's modules, merge them inside.
 
 All state goes through the transform as parameters; changed state (statistics, RNG
-counts, sown values) is written back to the caller's modules, and so are attributes that
-are no arrays. A module here is any object that NNX updates in place: a `Variable` and
-an `Rngs` too, as an argument or in a list, a dict or another pytree.
+counts, sown values) is written back to the caller's modules, and so is new structure:
+submodules and attributes. A module here is any object that NNX updates in place: a
+`Variable` and an `Rngs` too, as an argument or in a list, a dict or another pytree.
 """
 
 import contextlib
@@ -19,8 +19,13 @@ from jaxact._flat import Kind
 from jaxact._jaxpr.evaluate import is_traced
 from jaxact._jaxpr.labels import current_path
 from jaxact._modules.adapter import NOISE_STREAM, require_call
-from jaxact._modules.nnx_attributes import Attributes, write_attributes
 from jaxact._modules.nnx_paths import place_of, submodules_named
+from jaxact._modules.nnx_structure import (
+    copies,
+    refuse_references,
+    split,
+    write_structure,
+)
 from jaxact._modules.original import original_of, remember
 from jaxact._modules.pickling import make_picklable
 from jaxact._modules.pure import PureCall
@@ -96,8 +101,7 @@ def purify(
     """`f` as a function from state and arrays.
 
     It takes (parameters, other state, *args, **kwargs), with None for each module, and
-    returns f's result, then parameters and other state if f changed them, and changes
-    of attributes.
+    returns f's result, then parameters, other state and structure if f changed them.
     """
     return _pure(f, args, kwargs, lambda _: contextlib.nullcontext())
 
@@ -112,27 +116,24 @@ def _pure(
     values = [*args, *kwargs.values()]
     places = [_places(value) for value in values]
     modules = tuple(m for value in values for m in _modules_in(value))
-    graphdef, params, state = nnx.split(modules, nnx.Param, ...)
-    _refuse_references((params, state))
+    before = split(modules)
+    refuse_references(before[1:])
 
     def pure(params: object, state: object, *args: object, **kwargs: object) -> Any:
-        # Without a copy, tree mode refuses to mutate an outer trace's state.
-        merged = nnx.merge(graphdef, params, state, copy=True)
-        full = _fill([*args, *kwargs.values()], places, merged)
-        named = dict(zip(kwargs, full[len(args) :], strict=True))
-        attributes = Attributes(merged)
-        with around(merged):
-            y = f(*full[: len(args)], **named)
-        _, new_params, new_state = nnx.split(merged, nnx.Param, ...)
-        new_params = None if _same(params, new_params) else new_params
-        new_state = None if _same(state, new_state) else new_state
-        return y, new_params, new_state, Static(attributes.changes())
+        given = before._replace(params=params, state=state)
+        with copies(given) as copied:
+            full = _fill([*args, *kwargs.values()], places, copied.modules)
+            named = dict(zip(kwargs, full[len(args) :], strict=True))
+            with around(copied.modules):
+                y = f(*full[: len(args)], **named)
+            new_params, new_state, structure = copied.split()
+        return y, new_params, new_state, Static(structure)
 
     others = _fill(values, places, (None,) * len(modules))
     owners = (*range(len(args)), *(-1 for _ in kwargs))
     return PureCall(
         pure,
-        (params, state, *others[: len(args)]),
+        (before.params, before.state, *others[: len(args)]),
         dict(zip(kwargs, others[len(args) :], strict=True)),
         modules,
         tuple(
@@ -143,23 +144,6 @@ def _pure(
     )
 
 
-def _refuse_references(states: object) -> None:
-    """Refuse variables whose value JAX changes in place.
-
-    Raises:
-      TypeError: there is one. Its copies in a trace would be the caller's.
-    """
-    is_variable = lambda x: isinstance(x, nnx.Variable)
-    for v in jax.tree.leaves(states, is_leaf=is_variable):
-        if is_variable(v) and (v.ref or v.hijax):
-            kind = "ref" if v.ref else "hijax"
-            raise TypeError(
-                f"jaxact: a module has a variable of type {type(v).__name__} that is a "
-                f"reference ({kind}=True); values of variables are required. Make the "
-                f"module outside of nnx.var_defaults({kind}=True)."
-            )
-
-
 def jit(f: Callable[..., object]) -> Any:
     """`f` jitted, with the state that it changes among its results."""
     return nnx.jit(f)
@@ -167,9 +151,11 @@ def jit(f: Callable[..., object]) -> Any:
 
 def write_back(modules: Sequence[object], out: Any) -> object:
     """The call's result from its pure function's; changes go to `modules`."""
-    y, *after, changes = out
-    write_attributes(modules, changes.value)
-    changed = [state for state in after if state is not None]
+    y, params, state, structure = out
+    if structure.value is not None:
+        write_structure(modules, structure.value, params, state)
+        return y
+    changed = [s for s in (params, state) if s is not None]
     if changed:  # a frozen module may belong to an outer trace
         nnx.update(tuple(modules), *changed)
     return y
@@ -244,11 +230,6 @@ def _fill(
             value = tree.unflatten([next(remaining) if m else x for x, m in pairs])
         filled.append(value)
     return filled
-
-
-def _same(a: object, b: object) -> bool:
-    x, y = jax.tree.leaves(a), jax.tree.leaves(b)
-    return len(x) == len(y) and all(i is j for i, j in zip(x, y, strict=True))
 
 
 def _stream_key(modules: object) -> jax.Array | None:

@@ -113,6 +113,7 @@ def submodules_named(modules: Sequence[object], call: str) -> Iterator[None]:
       call: the path of the compressed call.
     """
     named: dict[int, Any] = {}
+    outer: dict[int, _Path | None] = {}
     classes: dict[type, None] = {}
     for number, module in enumerate(modules):
         top = (type(module).__name__,) if number else ()
@@ -122,6 +123,7 @@ def submodules_named(modules: Sequence[object], call: str) -> Iterator[None]:
             if is_root or id(node) in named or not isinstance(node, nnx.Module):
                 continue
             named[id(node)] = node
+            outer[id(node)] = vars(node).get(_PATH)
             vars(node)[_PATH] = _Path("/".join(map(str, (*top, *keys))))
             # A compressed method opens its scope itself.
             if callable(node) and original_of(type(node).__call__) is None:
@@ -133,8 +135,11 @@ def submodules_named(modules: Sequence[object], call: str) -> Iterator[None]:
     finally:
         _close_scopes(classes)
         _stack.opened.pop()
-        for node in named.values():
+        for number, node in named.items():
             vars(node).pop(_PATH, None)
+            # The call that this one is in has its paths in the copies too.
+            if outer[number] is not None:
+                vars(node)[_PATH] = outer[number]
 
 
 def _open_scopes(classes: Iterable[type]) -> None:
