@@ -121,10 +121,9 @@ def _lift(
                 return pure(variables, rngs, *args, **kwargs)
             own = _describe(method, args, kwargs, activations, static_argnums)
             describe = [*_VARIABLES, *(_in_module(place.module, a) for a in own)]
-            inputs = (variables, rngs, *args)
             return call_compressed(
                 pure,
-                inputs,
+                (variables, rngs, *args),
                 kwargs,
                 describe,
                 policy,
@@ -146,10 +145,9 @@ def _lift(
         ) -> Any:
             if not jax.tree.leaves(scopes):  # not bound: Linen says so
                 return fn(scopes, *args, **kwargs)
-            if rounding_key is None:
-                rounding_key = _stream_key(scopes)
+            key = _stream_key(scopes) if rounding_key is None else rounding_key
             place = _place_of(jax.tree.leaves(scopes)[0], target)
-            return lifted(scopes, seed_from(rounding_key), place, *args, **kwargs)
+            return lifted(scopes, seed_from(key), place, *args, **kwargs)
 
         return seeded
 

@@ -20,18 +20,13 @@ from jaxact._jaxpr.evaluate import is_traced
 from jaxact._jaxpr.labels import current_path
 from jaxact._modules.adapter import NOISE_STREAM, require_call
 from jaxact._modules.nnx_paths import place_of, submodules_named
-from jaxact._modules.nnx_structure import (
-    copies,
-    refuse_references,
-    split,
-    write_structure,
-)
+from jaxact._modules.nnx_structure import copies, refuse_references, split, write
 from jaxact._modules.original import original_of, remember
 from jaxact._modules.pickling import make_picklable
 from jaxact._modules.pure import PureCall
 from jaxact._policy import Policy
 from jaxact._residual import join_paths
-from jaxact._trace import Argument, Names, Static, arguments
+from jaxact._trace import Argument, Names, arguments
 
 T = TypeVar("T")
 
@@ -101,7 +96,7 @@ def purify(
     """`f` as a function from state and arrays.
 
     It takes (parameters, other state, *args, **kwargs), with None for each module, and
-    returns f's result, then parameters, other state and structure if f changed them.
+    returns f's result and the changes to modules.
     """
     return _pure(f, args, kwargs, lambda _: contextlib.nullcontext())
 
@@ -126,8 +121,7 @@ def _pure(
             named = dict(zip(kwargs, full[len(args) :], strict=True))
             with around(copied.modules):
                 y = f(*full[: len(args)], **named)
-            new_params, new_state, structure = copied.split()
-        return y, new_params, new_state, Static(structure)
+            return y, copied.after()
 
     others = _fill(values, places, (None,) * len(modules))
     owners = (*range(len(args)), *(-1 for _ in kwargs))
@@ -151,13 +145,8 @@ def jit(f: Callable[..., object]) -> Any:
 
 def write_back(modules: Sequence[object], out: Any) -> object:
     """The call's result from its pure function's; changes go to `modules`."""
-    y, params, state, structure = out
-    if structure.value is not None:
-        write_structure(modules, structure.value, params, state)
-        return y
-    changed = [s for s in (params, state) if s is not None]
-    if changed:  # a frozen module may belong to an outer trace
-        nnx.update(tuple(modules), *changed)
+    y, after = out
+    write(modules, after)
     return y
 
 

@@ -8,11 +8,14 @@ submodules and variables that were there before stay the objects they are.
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 import jax
 from flax import nnx
+
+from jaxact._trace import Static
 
 # Submodules in `modules`, each with its class, and all that is no array.
 Structure: TypeAlias = nnx.GraphDef[tuple[object, ...]]
@@ -49,6 +52,58 @@ def split(modules: Sequence[object]) -> Split:
     return Split(*nnx.split(tuple(modules), nnx.Param, ..., graph=True))
 
 
+class Changed(NamedTuple):
+    """Modules with another structure, and nothing about the others.
+
+    Attributes:
+      structure: whether each module is one, and the structure they have together.
+      params: their parameters; a `_Before` for one from before the call.
+      state: the same for other variables and arrays.
+    """
+
+    structure: Static
+    params: nnx.State
+    state: nnx.State
+
+
+class After(NamedTuple):
+    """Modules after a call.
+
+    Attributes:
+      states: the parameters and other state that are not as before; none for modules
+        with another structure.
+      changed: these, if any.
+    """
+
+    states: list[list[nnx.State]]
+    changed: Changed | None
+
+
+class _Parts(NamedTuple):
+    """A copy at one time.
+
+    Attributes:
+      states: its parameters and other state; NNX changes their variables in place.
+      values: the arrays in each.
+    """
+
+    structure: Structure
+    states: tuple[nnx.State, nnx.State]
+    values: tuple[list[jax.Array], list[jax.Array]]
+
+    @classmethod
+    def of(cls, module: object) -> "_Parts":
+        """The parts, as the module is now."""
+        structure, params, state = _split_inside((module,))
+        values = jax.tree.leaves(params), jax.tree.leaves(state)
+        return cls(structure, (params, state), values)
+
+    def differing_from(self, before: "_Parts") -> list[nnx.State]:
+        """Parameters, other state or both: with an array that was not there."""
+        compared = zip(self.states, self.values, before.values, strict=True)
+        return [state for state, a, b in compared if not _same(a, b)]
+
+
 class Copies:
     """Modules made from a `Split`, for one call.
 
@@ -57,24 +112,40 @@ class Copies:
     """
 
     def __init__(self, before: Split) -> None:
-        self._before = before
         # Copied, so that a trace does not write to an outer one's variables.
         with nnx.merge_context(_TAG, inner=True) as context:
             self.modules: tuple[object, ...] = context.merge(*before)
+        self._leaves = jax.tree.leaves(before[1:])
+        self._before = [_Parts.of(m) for m in self.modules]
 
-    def split(self) -> tuple[nnx.State | None, nnx.State | None, Structure | None]:
-        """Parameters, other state and structure; each None where it is as before."""
-        before = self._before
-        with nnx.split_context(_TAG) as context:
-            after = Split(*context.split(self.modules, nnx.Param, ...))
-        if _same_structure(before.structure.with_same_outer_index(), after.structure):
-            params = None if _same(before.params, after.params) else after.params
-            state = None if _same(before.state, after.state) else after.state
-            return params, state, None
-        refuse_references(after[1:])
-        known = {id(x): _Before(i) for i, x in enumerate(jax.tree.leaves(before[1:]))}
-        params, state = jax.tree.map(lambda x: known.get(id(x), x), after[1:])
-        return params, state, after.structure
+    def after(self) -> After:
+        """The modules after the call."""
+        after = [_Parts.of(m) for m in self.modules]
+        pairs = list(zip(self._before, after, strict=True))
+        is_changed = [not _same_structure(a.structure, b.structure) for a, b in pairs]
+        states = [
+            [] if changed else b.differing_from(a)
+            for changed, (a, b) in zip(is_changed, pairs, strict=True)
+        ]
+        if not any(is_changed):
+            return After(states, None)
+        chosen = tuple(itertools.compress(self.modules, is_changed))
+        new = _split_inside(chosen)
+        refuse_references(new[1:])
+        known = {id(x): _Before(i) for i, x in enumerate(self._leaves)}
+        params, state = jax.tree.map(lambda x: known.get(id(x), x), new[1:])
+        where = Static((tuple(is_changed), new.structure))
+        return After(states, Changed(where, params, state))
+
+
+def _split_inside(modules: tuple[object, ...]) -> Split:
+    """Copies taken apart; their structure says which modules they are copies of."""
+    context = nnx.current_update_context(_TAG)
+    known = context.inner_ref_outer_index
+    with nnx.split_context(_TAG) as split_context:
+        found = Split(*split_context.split(modules, nnx.Param, ...))
+    context.inner_ref_outer_index = known  # NNX forgets it after one
+    return found
 
 
 @contextlib.contextmanager
@@ -84,24 +155,29 @@ def copies(before: Split) -> Iterator[Copies]:
         yield Copies(before)
 
 
-def write_structure(
-    modules: Sequence[object],
-    structure: Structure,
-    params: nnx.State,
-    state: nnx.State,
-) -> None:
+def write(modules: Sequence[object], after: After) -> None:
     """Change the modules in place as a call changed its copies.
 
     Raises:
       flax.errors.TraceContextError: a module belongs to an outer trace; all are as
         before.
     """
+    if after.changed is not None:
+        _write_structure(modules, after.changed)
+    for module, states in zip(modules, after.states, strict=True):
+        if states:  # a frozen module may belong to an outer trace
+            nnx.update((module,), *states)
+
+
+def _write_structure(modules: Sequence[object], changed: Changed) -> None:
+    _, structure = changed.structure.value
     with nnx.update_context(_TAG), _unchanged_by_errors(modules):
         with nnx.split_context(_TAG) as context:
             _, *before = context.split(tuple(modules), nnx.Param, ...)
         values = jax.tree.leaves(before)
         filled = jax.tree.map(
-            lambda x: values[x.number] if isinstance(x, _Before) else x, (params, state)
+            lambda x: values[x.number] if isinstance(x, _Before) else x,
+            (changed.params, changed.state),
         )
         with nnx.merge_context(_TAG, inner=False) as context:
             context.merge(structure, *filled)
@@ -152,6 +228,5 @@ def _same_structure(a: Structure, b: Structure) -> bool:
     )
 
 
-def _same(a: object, b: object) -> bool:
-    x, y = jax.tree.leaves(a), jax.tree.leaves(b)
-    return len(x) == len(y) and all(i is j for i, j in zip(x, y, strict=True))
+def _same(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> bool:
+    return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))

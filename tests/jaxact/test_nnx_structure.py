@@ -216,6 +216,17 @@ def test_modules_of_an_outer_trace_are_as_before():
     module.name = "can be changed"
 
 
+def test_a_module_of_an_outer_trace_may_stay_as_it_is():
+    """A teacher that the loss closes over, beside a student that counts its calls."""
+    student, teacher = Counting(), linear(0)
+    distance = lambda student, teacher, x: jnp.abs(student(x) - teacher(x)).sum()
+    small = jaxact.compress(distance, policy=EXACT)
+    wanted = nnx.grad(lambda student: distance(student, teacher, data()))(student)
+    found = nnx.grad(lambda student: small(student, teacher, data()))(student)
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    assert student.calls == 2
+
+
 def test_references_made_in_a_call_are_refused():
     class Reference(Net):
         def change(self, x):
