@@ -13,7 +13,7 @@ from jaxact._engine.call import call_compressed, seed_from
 from jaxact._engine.number import scope_in_trace
 from jaxact._modules import find
 from jaxact._modules.original import original_of, refuse_key, remember
-from jaxact._policy import Policy
+from jaxact._policy import Policy, checked_policy
 from jaxact._trace import Names, TraceCache, arguments, as_tuple
 from jaxact._typing import C, Compress, Compressed, M, P, R
 from jaxact._using import runs_later
@@ -122,8 +122,7 @@ def compress(
     if others or unknown:
         raise TypeError(_wrong_arguments(others, unknown))
     policy = Policy() if policy is None else policy
-    if not isinstance(policy, Policy):
-        raise TypeError(_wrong_policy(policy))
+    checked_policy("compress(policy=", policy)
     options = _Options(policy, activations, as_tuple(static_argnums))
     if target is _AS_DECORATOR:
         return options.compress
@@ -251,17 +250,4 @@ def _refuse_maker(target: object) -> None:
         f"compress({target!r}): it makes modules of the class {name}; its calls are "
         f"not theirs. Compress the class, and use it in its place: compress({name}), "
         f"or functools.partial(compress({name}), ...)."
-    )
-
-
-def _wrong_policy(policy: object) -> str:
-    kind = type(policy).__name__
-    if callable(getattr(policy, "policy", None)):
-        return (
-            f"compress(policy=...) got an {kind}; a jaxact.Policy is required. Write "
-            "policy=allocation.policy()."
-        )
-    return (
-        f"compress(policy={policy!r}): a jaxact.Policy is required. For bits write "
-        "Policy(bits=2), for a jax.checkpoint policy Policy(recompute=...)."
     )

@@ -298,6 +298,27 @@ def _matches_any(residual: Residual, pattern: str) -> bool:
     return any(n and fnmatch.fnmatch(n, pattern) for n in names)
 
 
+def checked_policy(argument: str, policy: object) -> Policy:
+    """`policy`, if it is one.
+
+    Args:
+      argument: for messages, up to the value: "compress(policy=".
+
+    Raises:
+      TypeError: it is none.
+    """
+    if isinstance(policy, Policy):
+        return policy
+    held = getattr(policy, "policy", None)
+    given, advice = repr(policy), "For bits write Policy(bits=2), for a "
+    advice += "jax.checkpoint policy Policy(recompute=...)."
+    if isinstance(held, Policy) or callable(held):
+        given = f"<{type(policy).__name__}>"  # whose text is long
+        name = "allocation.policy()" if callable(held) else "plan.policy"
+        advice = f"Write {argument.rpartition('(')[2]}{name}."
+    raise TypeError(f"{argument}{given}): a jaxact.Policy is required. {advice}")
+
+
 def _require_action(argument: str, action: object) -> None:
     """Refuse all but an action that keeps the contract.
 

@@ -18,7 +18,7 @@ import jax
 
 from jaxact._decision import Decision
 from jaxact._jaxpr.types import Jaxpr
-from jaxact._policy import Policy
+from jaxact._policy import Policy, checked_policy
 
 # Hears a call's path, with labels, its program, and the decisions about its residuals.
 Observer: TypeAlias = Callable[[str, Jaxpr, Sequence[Decision]], None]
@@ -146,9 +146,4 @@ def using(policy: Policy) -> _Using:
       >>> [row.action.bits for row in table.rows]
       [2, 2]
     """
-    if not isinstance(policy, Policy):
-        raise TypeError(
-            f"jaxact.using({policy!r}): a jaxact.Policy is required, such as "
-            "jaxact.using(jaxact.Policy(bits=2)); of a plan write plan.policy."
-        )
-    return _Using(policy)
+    return _Using(checked_policy("jaxact.using(", policy))

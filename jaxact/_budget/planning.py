@@ -28,7 +28,7 @@ from jaxact._codec import Action, Offload
 from jaxact._codec.checks import checked_kind, checked_number
 from jaxact._memory import live, memory
 from jaxact._memory.targets import gpu_of
-from jaxact._policy import Policy
+from jaxact._policy import Policy, checked_policy
 from jaxact._time.flops import flops_of
 
 # The rates by which times are estimated where the step is for the local backend.
@@ -227,8 +227,8 @@ def _check(
             f"jaxact.plan({name}={bound!r}): a bound of at least 0 is required, "
             f"such as {name}=0.1 for a tenth.",
         )
-    if policy is not None and not isinstance(policy, Policy):
-        raise TypeError(f"jaxact.plan(policy={policy!r}): a jaxact.Policy is required.")
+    if policy is not None:
+        checked_policy("jaxact.plan(policy=", policy)
     if policy is not None and policy.recompute is not None:
         raise ValueError(
             f"jaxact.plan(policy=Policy(recompute={policy.recompute!r})): the plan "

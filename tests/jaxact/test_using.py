@@ -168,6 +168,14 @@ def test_not_a_policy():
         using(2).__enter__()
 
 
+def test_an_allocation_is_no_policy():
+    loss = lambda w, x: layer_of()(w, x).sum()
+    allocation = jaxact.allocate(jaxact.sensitivity(loss, W, X), bits=2)
+    message = r"using\(<Allocation>\).* Write allocation.policy\(\)\."
+    with pytest.raises(TypeError, match=message):
+        using(allocation)
+
+
 def test_a_context_is_entered_again():
     layer, context = layer_of(Policy(bits=7)), using(TWO)
     for _ in range(2):
