@@ -101,8 +101,9 @@ class Flat:
 
 def _as_array(x: Array) -> Array:
     """An array for a constant that a program returns: a bool's `~` is a number."""
-    has_values = jnp.result_type(x) != jax.dtypes.float0
-    return jnp.asarray(x) if has_values and not isinstance(x, jax.Array) else x
+    if isinstance(x, jax.Array) or jnp.result_type(x) == jax.dtypes.float0:
+        return x
+    return jnp.asarray(x)
 
 
 _traced: "weakref.WeakValueDictionary[Hashable, Flat]" = weakref.WeakValueDictionary()
