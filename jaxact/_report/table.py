@@ -260,8 +260,9 @@ class ResidualTable(Tabular):
             places[place] = places.get(place, 0) + row.stored_bytes
         largest = max(places, key=lambda place: places[place])
         return [
-            f"{bytes_text(size)} of {bytes_text(self.stored_bytes)} are outside "
-            f"compressed calls, most in {largest}: compress that too"
+            f"{bytes_text(size)} of {bytes_text(self.stored_bytes)} are kept "
+            f"outside compressed calls, most made in {largest}: compress what reads "
+            "them"
         ]
 
     def _table(self) -> tuple[list[Column[ResidualRow]], tuple[ResidualRow, ...]]:

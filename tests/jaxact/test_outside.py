@@ -57,7 +57,7 @@ def test_the_summary_says_where_bytes_are_outside():
     outside = 2 * X.nbytes  # the slopes of sin and of cos
     assert sum(row.stored_bytes for row in table.rows if row.is_outside) == outside
     assert "16 KiB of " in table.summary()
-    assert "most in Net/stem: compress that too" in table.summary()
+    assert "made in Net/stem: compress what reads them" in table.summary()
     all_inside = jaxact.residuals(jaxact.compress(network), P, X)
     assert "outside" not in all_inside.summary()
 
