@@ -38,7 +38,7 @@ def residuals(
         the gradients that `fn`, a whole training step, takes itself.
       has_aux: whether `fn` returns (result, anything), and only the result is
         differentiated.
-      policy: compress `fn` itself with this policy first.
+      policy: compress `fn` with it first. Calls inside keep theirs: see `using`.
 
     Returns:
       A `ResidualTable`. Residuals inside compressed calls appear with the action that
