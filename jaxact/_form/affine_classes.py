@@ -16,7 +16,7 @@ from jaxact._form.masks import Masks
 from jaxact._form.pole_arguments import pole_in
 from jaxact._form.softmax import softmaxes
 from jaxact._form.statistics import find_statistics
-from jaxact._jaxpr.flow import Facts
+from jaxact._jaxpr.flow import Facts, fact_of
 from jaxact._jaxpr.primitives import (
     CHEAP,
     COMPARISONS,
@@ -25,6 +25,7 @@ from jaxact._jaxpr.primitives import (
     SUMS,
 )
 from jaxact._jaxpr.read import (
+    call_body,
     is_float,
     is_literal,
     literal_key,
@@ -144,10 +145,8 @@ def classify(
         if pole_in(eqn)[0] in classes.spared:
             classes.inverses.update(eqn.outvars)
         for v in eqn.outvars:
-            # A weight that a shard_map copies to each device is no activation.
-            is_copy = eqn.primitive.name == "shard_map" and not is_activation(facts, v)
             base = None
-            if not is_copy:
+            if not _is_parameter(eqn, v, facts):
                 base = _base(eqn, v, classes, comparisons, small_size)
             if base not in (None, v) and is_normalized(v) and not is_normalized(base):
                 # 0.5 x before a norm, which tells the scales of its channels alone.
@@ -164,6 +163,17 @@ def classify(
             names = classes.names.setdefault(classes.base.get(source, source), [])
             names.append(eqn)
     return classes
+
+
+def _is_parameter(eqn: Eqn, v: Var, facts: Facts) -> bool:
+    """Whether a call has it from parameters alone, whatever else the call computes.
+
+    A weight that a shard_map copies to each device; one that a custom rule's forward
+    rule returns beside its result, as those of `nnx.custom_vjp` do.
+    """
+    if eqn.primitive.name == "shard_map":
+        return not is_activation(facts, v)
+    return call_body(eqn) is not None and not fact_of(facts, v)
 
 
 def _base(
