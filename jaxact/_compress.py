@@ -121,9 +121,9 @@ def compress(
     """
     if others or unknown:
         raise TypeError(_wrong_arguments(others, unknown))
-    policy = Policy() if policy is None else policy
-    checked_policy("compress(policy=", policy)
-    options = _Options(policy, activations, as_tuple(static_argnums))
+    given = Policy() if policy is None else policy
+    checked = checked_policy("compress(policy=", given)
+    options = _Options(checked, activations, as_tuple(static_argnums))
     if target is _AS_DECORATOR:
         return options.compress
     return options.compress(target)

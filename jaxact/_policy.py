@@ -309,14 +309,17 @@ def checked_policy(argument: str, policy: object) -> Policy:
     """
     if isinstance(policy, Policy):
         return policy
+    required = "a jaxact.Policy is required."
     held = getattr(policy, "policy", None)
-    given, advice = repr(policy), "For bits write Policy(bits=2), for a "
-    advice += "jax.checkpoint policy Policy(recompute=...)."
-    if isinstance(held, Policy) or callable(held):
-        given = f"<{type(policy).__name__}>"  # whose text is long
+    if isinstance(held, Policy) or callable(held):  # whose own text is long
         name = "allocation.policy()" if callable(held) else "plan.policy"
-        advice = f"Write {argument.rpartition('(')[2]}{name}."
-    raise TypeError(f"{argument}{given}): a jaxact.Policy is required. {advice}")
+        written = argument.rpartition("(")[2] + name
+        kind = type(policy).__name__
+        raise TypeError(f"{argument}<{kind}>): {required} Write {written}.")
+    raise TypeError(
+        f"{argument}{policy!r}): {required} For bits write Policy(bits=2), for a "
+        "jax.checkpoint policy Policy(recompute=...)."
+    )
 
 
 def _require_action(argument: str, action: object) -> None:

@@ -143,10 +143,10 @@ def _lift(
             rounding_key: jax.Array | None = None,
             **kwargs: object,
         ) -> Any:
-            if not jax.tree.leaves(scopes):  # not bound: Linen says so
+            if not (found := jax.tree.leaves(scopes)):  # not bound: Linen says so
                 return fn(scopes, *args, **kwargs)
-            key = _stream_key(scopes) if rounding_key is None else rounding_key
-            place = _place_of(jax.tree.leaves(scopes)[0], target)
+            key = _stream_key(found) if rounding_key is None else rounding_key
+            place = _place_of(found[0], target)
             return lifted(scopes, seed_from(key), place, *args, **kwargs)
 
         return seeded
@@ -200,12 +200,12 @@ def _in_module(module: str, argument: Argument) -> Argument:
     return dataclasses.replace(argument, label=label)
 
 
-def _stream_key(scopes: object) -> jax.Array | None:
+def _stream_key(scopes: Sequence[Scope]) -> jax.Array | None:
     """A key from the RNG stream 'jaxact', if the caller supplied one.
 
     Drawn as Dropout draws its masks, so a module's calls differ.
     """
-    for scope in jax.tree.leaves(scopes):
+    for scope in scopes:
         if scope.has_rng(NOISE_STREAM):
             return scope.make_rng(NOISE_STREAM)
     return None

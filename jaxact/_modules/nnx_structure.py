@@ -56,7 +56,7 @@ class Changed(NamedTuple):
     """Modules with another structure, and nothing about the others.
 
     Attributes:
-      structure: whether each module is one, and the structure they have together.
+      structure: a `Structure`, that of these modules together.
       params: their parameters; a `_Before` for one from before the call.
       state: the same for other variables and arrays.
     """
@@ -134,8 +134,7 @@ class Copies:
         refuse_references(new[1:])
         known = {id(x): _Before(i) for i, x in enumerate(self._leaves)}
         params, state = jax.tree.map(lambda x: known.get(id(x), x), new[1:])
-        where = Static((tuple(is_changed), new.structure))
-        return After(states, Changed(where, params, state))
+        return After(states, Changed(Static(new.structure), params, state))
 
 
 def _split_inside(modules: tuple[object, ...]) -> Split:
@@ -170,7 +169,6 @@ def write(modules: Sequence[object], after: After) -> None:
 
 
 def _write_structure(modules: Sequence[object], changed: Changed) -> None:
-    _, structure = changed.structure.value
     with nnx.update_context(_TAG), _unchanged_by_errors(modules):
         with nnx.split_context(_TAG) as context:
             _, *before = context.split(tuple(modules), nnx.Param, ...)
@@ -180,7 +178,7 @@ def _write_structure(modules: Sequence[object], changed: Changed) -> None:
             (changed.params, changed.state),
         )
         with nnx.merge_context(_TAG, inner=False) as context:
-            context.merge(structure, *filled)
+            context.merge(changed.structure.value, *filled)
 
 
 @contextlib.contextmanager
