@@ -9,13 +9,13 @@ network, 1 to 2 % for GPT-2 medium), so one compiled step tells it for the next.
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from typing import TypeAlias, TypeVar
 
 from jaxact._budget.frontier import UNCOMPRESSED
 from jaxact._budget.plan import Trial, budgeted, planned_rows
 from jaxact._budget.problem import Problem, Solution
-from jaxact._budget.solve import solve
+from jaxact._budget.solve import GAP, solve
 from jaxact._engine.warnings import CompressionWarning
 from jaxact._measure.progress import progress
 from jaxact._memory import Memory
@@ -24,6 +24,8 @@ from jaxact._recompute import Checkpoint
 from jaxact._using import Override, overriding
 
 T = TypeVar("T")
+# Live bytes by the tables, and compiled ones.
+_Size: TypeAlias = tuple[int, int]
 
 # Compiled steps, without that of a ratio's whole.
 MOST_COMPILES = 4
@@ -33,8 +35,9 @@ _GAPS = 0.05
 # A step that takes so many times its live bytes is far from the tables: its A says
 # little about another's. XLA:CPU computes in float32 where a program has bfloat16.
 _FAR = 1.5
-# A plan that fills so much of the budget is not improved.
-_FULL = 0.9
+# A plan that fills so much of the budget is not improved by less than so much of the
+# step's time.
+_FULL, _WORTH = 0.9, 0.02
 # Parts of the budget left free: at first, and more after each step that is above it.
 _MARGIN, _MORE_MARGIN = 0.005, 0.01
 
@@ -70,20 +73,22 @@ class Search:
         for number in progress(range(most), "compiling plans"):
             is_last = number == most - 1 and self.best(limit) is None
             solution = self._safe(limit) if is_last else self._next(limit, margin, step)
+            if solution is None and margin > _MARGIN:  # nearer the limit
+                solution = self._next(limit, _MARGIN, step)
+            if solution is None or self._is_done(limit, solution):
+                return
             if self._wants_uncompressed(solution):
                 trial = self.uncompressed()
             else:
                 trial = self.try_(solution)
             if trial is None and self.best(limit) is None:
                 trial = self.try_(self._least(kept_alone=True))
-            elif trial is None and margin > _MARGIN:  # another may be nearer the limit
-                trial = self.try_(self._next(limit, _MARGIN, step))
             if trial is None:
                 return
             taken = budgeted(trial.memory, self.of)
             if taken > limit:
                 margin, step = margin + _MORE_MARGIN, step + 0.5
-            elif taken >= _FULL * limit or trial.cost == 0:
+            elif trial.cost == 0:
                 return
 
     def best(self, limit: int) -> Trial | None:
@@ -142,44 +147,74 @@ class Search:
             return min(known, key=lambda pair: abs(pair[0] - live))[1]
         return _GAPS * live
 
-    def _next(self, limit: int, margin: float, step: float) -> Solution:
-        """The solution to compile next.
+    def _next(self, limit: int, margin: float, step: float) -> Solution | None:
+        """The solution to compile next; None: there is none cheaper than one that fits.
 
         Args:
           step: how much more than the excess to take off a step above the limit.
         """
+        fitting, above = self._nearest(limit)
+        best = self.best(limit)
+        for room in self._rooms(fitting, above, limit * (1 - margin), step):
+            found = self._solve(room)
+            if found is not None and (best is None or self._is_better(found, best)):
+                return found
+        if best is not None:
+            return None
+        least = self._least()
+        found = None
+        if above:  # not all that the least one gives up at once
+            found = self._solve((least.live_bytes + above[0]) / 2)
+        return found or least
+
+    def _nearest(self, limit: int) -> tuple[_Size | None, _Size | None]:
+        """The largest compiled step within the limit, the smallest one above it."""
         sizes = [
             (t.live_bytes, budgeted(t.memory, self.of))
             for t in self.every
             if t.live_bytes is not None
         ]
-        wanted = limit * (1 - margin)
         fitting = max((s for s in sizes if s[1] <= limit), default=None)
         above = [s for s in sizes if s[1] > limit and (not fitting or s > fitting)]
-        nearest = min(above, default=None)
-        if fitting and nearest:
-            (low, under), (high, over) = fitting, nearest
-            part = (wanted - under) / (over - under)
+        return fitting, min(above, default=None)
+
+    def _rooms(
+        self, fitting: _Size | None, above: _Size | None, wanted: float, step: float
+    ) -> Iterator[float]:
+        """Bounds on the live bytes, each for where the one before finds nothing new."""
+        if fitting and above:
+            between = _between(fitting, above, wanted)
             # Between a step that computes calls again and one that stores all, A is
-            # no line; so no more than with the A of the larger one.
-            room = low + max(0.0, part) * (high - low)
-            if not _is_far(nearest):
-                room = min(room, high + wanted - over)
-        elif nearest and _is_far(nearest):
-            room = nearest[0] * wanted / nearest[1]
-        elif fitting or nearest:
-            live, taken = fitting or nearest  # type: ignore[misc]
-            room = live + (1.0 if fitting else step) * (wanted - taken)
+            # no line; so no more than with the A of the larger one, at first.
+            if not _is_far(above):
+                yield min(between, above[0] + wanted - above[1])
+            yield between
+        elif above and _is_far(above):
+            yield above[0] * wanted / above[1]
+        elif above:
+            yield above[0] + step * (wanted - above[1])
+        elif fitting:
+            yield fitting[0] + wanted - fitting[1]
+            whole = [t for t in self.trials if t.policy == UNCOMPRESSED]
+            free = self._solve(math.inf)
+            if whole and free is not None:
+                exact = free.live_bytes, budgeted(whole[0].memory, self.of)
+                yield _between(fitting, exact, wanted)
         else:
-            room = wanted / (1 + _GAPS)
-        found = self._solve(room)
-        if found is not None:
-            return found
-        least = self._least()
-        if nearest:  # not all that the least one gives up at once
-            low = fitting[0] if fitting else least.live_bytes
-            found = self._solve((low + nearest[0]) / 2)
-        return found or least
+            yield wanted / (1 + _GAPS)
+
+    def _is_done(self, limit: int, solution: Solution) -> bool:
+        """Whether the best step fills the budget, and a solution costs about as much."""
+        best = self.best(limit)
+        if best is None or budgeted(best.memory, self.of) < _FULL * limit:
+            return False
+        return solution.cost > best.cost - _WORTH
+
+    def _is_better(self, solution: Solution, best: Trial) -> bool:
+        """Whether a solution is cheaper than a step that fits, and is not compiled."""
+        policy = policy_of(solution, self.base)
+        is_new = all(t.policy != policy for t in self.trials)
+        return is_new and solution.cost < (1 - GAP) * best.cost
 
     def _safe(self, limit: int) -> Solution:
         """The solution for a last compilation, when no other was in the budget.
@@ -233,8 +268,14 @@ class Search:
             return look()
 
 
-def _is_far(size: tuple[int, int]) -> bool:
-    """Whether a step, by its live and compiled bytes, is far from the tables."""
+def _between(low: _Size, high: _Size, wanted: float) -> float:
+    """The live bytes at which a line through two steps has the wanted ones compiled."""
+    part = (wanted - low[1]) / (high[1] - low[1])
+    return low[0] + max(0.0, part) * (high[0] - low[0])
+
+
+def _is_far(size: _Size) -> bool:
+    """Whether a step is far from the tables."""
     live, taken = size
     return taken > _FAR * live
 

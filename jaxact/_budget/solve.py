@@ -18,7 +18,7 @@ from jaxact._budget.problem import Choice, Problem, Solution, solution_of
 # of time and noise is worth. ViT-B's equal blocks take 7 s where the first 2 s find a
 # plan that costs 0.2 % more. Where these find none, more follow.
 _TIME_LIMIT, _MORE_TIME = 2.0, 20.0
-_GAP = 1e-3
+GAP = 1e-3
 # For a predicted point of a frontier.
 COARSE = 1e-2
 _MEBIBYTE = 2.0**20
@@ -78,7 +78,7 @@ def solve(
     slowdown: float = math.inf,
     noise: float = math.inf,
     is_smallest: bool = False,
-    gap: float = _GAP,
+    gap: float = GAP,
 ) -> Solution | None:
     """The cheapest choices with at most `room` live bytes; None: there are none.
 
