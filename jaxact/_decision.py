@@ -21,6 +21,7 @@ class Reason(enum.Enum):
     NOT_AN_ACTIVATION = "an argument not named in activations"
     OF_PARAMETERS = "made of parameters or constants alone"
     STORED_INSIDE = "stored by a compressed call inside"
+    GRADIENT = "a custom rule returns it as a gradient"
     ON_HOST = "offloaded by a checkpoint's policy"
     SOLVED_WITH = "solved with, or a factorization"
     DIVIDED_BY = "something is divided by it, or its logarithm or root is taken"

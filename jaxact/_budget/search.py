@@ -204,7 +204,7 @@ class Search:
             yield wanted / (1 + _GAPS)
 
     def _is_done(self, limit: int, solution: Solution) -> bool:
-        """Whether the best step fills the budget, and a solution costs about as much."""
+        """Whether the best step fills the budget and costs about as a solution does."""
         best = self.best(limit)
         if best is None or budgeted(best.memory, self.of) < _FULL * limit:
             return False

@@ -150,11 +150,10 @@ def _bases(reading: Reading) -> _Bases:
 
 def _uses(reading: Reading, roundings: Mapping[Atom, int]) -> Uses:
     """How the backward program uses roundings, as bits by `_roundings`."""
-    backward = reading.forward.backward
-    leaves = zip(backward.residuals, reading.forward.residuals, strict=True)
+    forward = reading.forward
+    leaves = zip(forward.backward.residuals, forward.residuals, strict=True)
     return find_uses(
-        reading.forward.used_backward,
-        backward.cotangents,
+        forward,
         {
             v: roundings[leaf]
             for v, leaf in leaves

@@ -45,9 +45,8 @@ def plan_each_residual(
 
 def _recomputed_from(reading: Reading) -> set[Var]:
     """The residuals that the backward program computes something nonlinear from."""
-    forward = reading.forward
     bits = {v: 1 << number for number, v in enumerate(reading.leaves)}
-    uses = find_uses(forward.used_backward, forward.backward.cotangents, bits)
+    uses = find_uses(reading.forward, bits)
     return {v for v, bit in bits.items() if (uses.nonlinear | uses.divided) & bit}
 
 
@@ -56,9 +55,8 @@ def _labelled(
 ) -> dict[Var, Decision]:
     """The decisions about stored residuals, with the bias that their use leaves."""
     rounded = [v for v in stored if decisions[v].bias is not Bias.EXACT]
-    forward = reading.forward
     roundings = {v: 1 << number for number, v in enumerate(rounded)}
-    uses = find_uses(forward.used_backward, forward.backward.cotangents, roundings)
+    uses = find_uses(reading.forward, roundings)
     labelled = {}
     for v, bit in roundings.items():
         decision = decisions[v]

@@ -37,6 +37,7 @@ from jaxact._jaxpr.read import (
     variables_in,
 )
 from jaxact._jaxpr.types import Atom, ClosedJaxpr, Eqn, Var
+from jaxact._plan.forward import Forward
 
 # Linear in all floating operands together.
 LINEAR_IN_ALL = (
@@ -132,6 +133,8 @@ class Uses:
       ordered: its elements, or those of something computed from it, are put in order.
       bent_again: a loop computes a state from it that is nonlinear in itself a step
         before, which may magnify an error with each step.
+      returned: a custom rule returns it as a gradient, as those for products in 8-bit
+        floats return the history of largest elements.
     """
 
     repeated: int = 0
@@ -140,33 +143,34 @@ class Uses:
     solved: int = 0
     ordered: int = 0
     bent_again: int = 0
+    returned: int = 0
 
     @property
     def unbounded(self) -> dict[Reason, int]:
         """Why a rounded value may leave an error of any size, where it is computed
-        with again. (Divisors are another matter: a checkpoint's norms divide too.)
+        with again. (Divisors are another matter: a checkpoint's norms divide too.) Or
+        none may be left, as in a gradient that is not one.
         """
         return {
+            Reason.GRADIENT: self.returned,
             Reason.SOLVED_WITH: self.solved,
             Reason.ORDERED: self.ordered,
             Reason.BENT_AGAIN: self.bent_again,
         }
 
 
-def find_uses(
-    eqns: Sequence[Eqn], cotangents: Sequence[Atom], roundings: Mapping[Var, int]
-) -> Uses:
+def find_uses(forward: Forward, roundings: Mapping[Var, int]) -> Uses:
     """How a backward program uses the residuals it reads.
 
     Args:
-      eqns: the program.
-      cotangents: the variables that it is linear in.
       roundings: for each residual, a set of bits: the roundings in it.
     """
-    uses = Uses()
-    values = {v: Value(has_cotangent=True) for v in variables_in(cotangents)}
+    uses, backward = Uses(), forward.backward
+    values = {v: Value(has_cotangent=True) for v in variables_in(backward.cotangents)}
     values |= {v: Value(bits) for v, bits in roundings.items()}
-    _walk(eqns, values, uses)
+    _walk(forward.used_backward, values, uses)
+    gradients = [_value_of(v, values) for v in backward.gradients]
+    uses.returned = _union([g for g in gradients if not g.has_cotangent]).bits
     return uses
 
 

@@ -29,8 +29,7 @@ def uses(f, *args, alike=False):
         for i, v in enumerate(residuals)
         if is_float(v) and (not alike or v.aval.shape == X.shape)
     }
-    backward = forward.backward
-    found = find_uses(backward.eqns, backward.cotangents, bits)
+    found = find_uses(forward, bits)
     return tuple(
         map(bool, (found.repeated, found.nonlinear, found.divided | found.solved))
     )
