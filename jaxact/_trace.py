@@ -5,6 +5,7 @@ tracers included, become explicit arguments, because `custom_vjp` refuses
 closures over tracers. Values that are not arrays stay the Python values they are.
 """
 
+import collections
 import dataclasses
 import inspect
 import re
@@ -90,7 +91,10 @@ class TraceCache:
     """
 
     def __init__(self) -> None:
-        self._entries: dict[Hashable, tuple[Wrapped, tuple[object, ...]]] = {}
+        # Each of its operations is one for other threads too.
+        self._entries: collections.OrderedDict[
+            Hashable, tuple[Wrapped, tuple[object, ...]]
+        ] = collections.OrderedDict()
 
     def find(self, on_arrays: "_OnArrays") -> Wrapped:
         """The jitted function of an equal call, if all that it reads is the same."""
@@ -107,7 +111,7 @@ class TraceCache:
         self._entries.pop(key, None)
         self._entries[key] = jitted, values
         if len(self._entries) > _SIGNATURES:
-            del self._entries[next(iter(self._entries))]
+            self._entries.popitem(last=False)
 
 
 # Signatures that are remembered for each compressed function.

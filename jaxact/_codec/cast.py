@@ -16,14 +16,15 @@ class Cast(Codec[jax.Array]):
     """Store as `dtype` (bfloat16, float16, float8_*), rounded to nearest.
 
     The rounding is not random, so the gradient carries a bias: at most half a unit in
-    the last place that `dtype` has.
+    the last place that `dtype` has. Numbers beyond its largest one, and infinities,
+    become that where it has fewer exponents than float32.
 
     Attributes:
       dtype: any real float type, or its name.
 
     Raises:
       TypeError: not a dtype.
-      ValueError: not a real float type.
+      ValueError: not a real float type, or one without a sign.
     """
 
     dtype: np.dtype
@@ -36,6 +37,11 @@ class Cast(Codec[jax.Array]):
             raise ValueError(
                 f"Cast({checked}): a float type is required, such as jnp.bfloat16 or "
                 "jnp.float8_e4m3fn. For integer codes use Quantize(bits)."
+            )
+        if float(jnp.finfo(checked).min) >= 0:
+            raise ValueError(
+                f"Cast({checked}): a type with a sign is required, such as "
+                "jnp.float8_e4m3fn."
             )
         object.__setattr__(self, "dtype", checked)
 
@@ -54,6 +60,10 @@ class Cast(Codec[jax.Array]):
         return declined
 
     def encode(self, x: jax.Array, seed: jax.Array) -> jax.Array:
+        own = jnp.finfo(self.dtype)
+        if own.maxexp < jnp.finfo(x.dtype).maxexp:
+            largest = jnp.asarray(own.max, x.dtype)
+            x = jnp.clip(x, -largest, largest)
         return x.astype(self.dtype)
 
     def decode(

@@ -115,6 +115,9 @@ class DualPrecision(Codec[Stored]):
     def label(self) -> str:
         return f"{self._quantize.label} and means"
 
+    def declines(self, shape: tuple[int, ...], dtype: DTypeLike) -> str | None:
+        return self._quantize.declines(shape, dtype)
+
     def encode(self, x: jax.Array, seed: jax.Array) -> Stored:
         return self._encode(x, seed, is_fused=False)
 

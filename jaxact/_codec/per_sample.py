@@ -8,6 +8,7 @@ from jax.typing import DTypeLike
 
 from jaxact._codec.base import Bias, Codec
 from jaxact._codec.checks import checked_group_size, checked_int
+from jaxact._codec.rows import short_rows
 from jaxact_kernels import planes
 
 
@@ -71,6 +72,9 @@ class PerSample(Codec[planes.Stored]):
     @property
     def label(self) -> str:
         return f"{self.bits:g} bits, per sample"
+
+    def declines(self, shape: tuple[int, ...], dtype: DTypeLike) -> str | None:
+        return super().declines(shape, dtype) or short_rows(self, shape, dtype)
 
     def encode(self, x: jax.Array, seed: jax.Array) -> planes.Stored:
         return planes.encode(

@@ -150,16 +150,9 @@ def _bases(reading: Reading) -> _Bases:
 
 def _uses(reading: Reading, roundings: Mapping[Atom, int]) -> Uses:
     """How the backward program uses roundings, as bits by `_roundings`."""
-    forward = reading.forward
-    leaves = zip(forward.backward.residuals, forward.residuals, strict=True)
-    return find_uses(
-        forward,
-        {
-            v: roundings[leaf]
-            for v, leaf in leaves
-            if not is_literal(v) and roundings.get(leaf)
-        },
-    )
+    pairs = reading.forward.residual_pairs
+    own = {own: roundings[v] for v, own in pairs if roundings.get(v)}
+    return find_uses(reading.forward, own)
 
 
 def _alike_in_parts(bases: _Bases) -> list[Var]:

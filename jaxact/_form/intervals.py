@@ -182,7 +182,8 @@ def _monotone(function: Callable[[float], float], least: float) -> _Function:
 
 
 def _add(x: Interval, y: Interval) -> Interval:
-    return x[0] + y[0], x[1] + y[1]
+    lo, hi = x[0] + y[0], x[1] + y[1]
+    return REALS if math.isnan(lo) or math.isnan(hi) else (lo, hi)  # inf - inf
 
 
 def _negative(x: Interval) -> Interval:
@@ -195,7 +196,7 @@ def _product(x: Interval, y: Interval) -> Interval:
 
 
 def _quotient(x: Interval, y: Interval) -> Interval:
-    if y[0] < 0 < y[1]:
+    if y[0] < 0 < y[1] or y[0] == y[1] == 0:
         return REALS
     if y[1] <= 0:
         return _quotient(_negative(x), _negative(y))

@@ -107,7 +107,7 @@ def barrier(operands: T) -> T:
     if BARRIER_KEEPS_TYPES or len(set(kinds)) <= 1:
         return lax.optimization_barrier(operands)
     results = list(leaves)
-    for kind in set(kinds):
+    for kind in dict.fromkeys(kinds):
         waiting = [i for i, k in enumerate(kinds) if k <= kind]
         held = lax.optimization_barrier([leaves[i] for i in waiting])
         for i, x in zip(waiting, held, strict=True):

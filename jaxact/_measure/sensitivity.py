@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxact._bits.cost import Sensitivity
 from jaxact._codec.checks import checked_int, checked_key
@@ -127,7 +128,7 @@ def sensitivity(
         _position(call.result(rebuild(outputs)), outputs, has_aux),
     )
     seeds = jax.random.bits(key, (draws,), jnp.uint32)
-    settings = jnp.eye(len(rounded))
+    settings = jnp.eye(len(rounded), dtype=jnp.float32)
     exact = _gradient(program, values, jnp.zeros(len(rounded)), seeds[0])
     signal = float(_size(exact))
     rows = []
@@ -192,7 +193,9 @@ def _distance(a: Sequence[jax.Array], b: Sequence[jax.Array]) -> jax.Array:
     """Squared norm of the difference, over all arrays."""
     total = jnp.zeros((), jnp.float32)
     for x, y in zip(a, b, strict=True):
-        total += jnp.sum(jnp.square(jnp.abs(x.astype(jnp.float32) - y)))
+        wide = np.promote_types(x.dtype, np.float32)
+        size = jnp.sum(jnp.square(jnp.abs(x.astype(wide) - y.astype(wide))))
+        total += size.astype(jnp.float32)
     return total
 
 

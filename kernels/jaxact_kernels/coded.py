@@ -82,4 +82,4 @@ class CodedOperation(Operation):
             triton = self.module("triton")
         except ImportError:
             return "this version of JAX has no Pallas Triton"
-        return old_for_triton(device) or triton.declines(self.layout, self.dtype)
+        return old_for_triton(device) or triton.declines(self.mapped_layout, self.dtype)

@@ -6,6 +6,7 @@ that `choose` names. A kernel costs nothing where it does not run, not even its 
 `lax.platform_dependent` traces every branch, ten times the work.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -133,9 +134,8 @@ def _lower_on_gpu(
     # Devices on another platform lower for a GPU that is described, not attached.
     is_gpu = len(devices) > 0 and devices[0].platform == "gpu"
     device = device_of(devices[0]) if is_gpu else here()
-    # Kernels are limited by the size including all vmapped axes.
-    mapped = ctx.avals_out[0].shape[: len(vmaps)]
-    whole = operation.at((*mapped, *operation.shape))
+    mapped = tuple(ctx.avals_out[0].shape[: len(vmaps)])
+    whole = dataclasses.replace(operation, mapped=mapped)
     choice = choose(whole, device, implementation)
     if choice.implementation == REFERENCE:
         can_constrain = len(devices) <= 1 or compat.LAYOUTS_KEEP_SHARDINGS

@@ -37,11 +37,13 @@ class Operation(abc.ABC):
         is_fused: whether elementwise operations compute the array to encode, or read
             the decoded one, so that XLA can make one kernel from them and the
             definition.
+        mapped: sizes of the axes that `vmap` adds, outermost first.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype
     is_fused: bool = dataclasses.field(default=False, kw_only=True)
+    mapped: tuple[int, ...] = dataclasses.field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(self.shape))
@@ -71,6 +73,12 @@ class Operation(abc.ABC):
     @abc.abstractmethod
     def layout(self) -> Layout:
         """Where groups lie in the unpacked array."""
+
+    @property
+    def mapped_layout(self) -> Layout:
+        """Where they lie with the axes that `vmap` adds, which limit kernels too."""
+        layout = self.layout
+        return dataclasses.replace(layout, lead=(*self.mapped, *layout.lead))
 
     @property
     @abc.abstractmethod

@@ -334,3 +334,17 @@ def test_a_fused_encoding_is_the_same(action, shape):
     halves = jnp.full(shape[-1:], 0.5, jnp.float32)  # products are exact
     half = action.encode_normalized(x, seed, norm, [halves])
     jax.tree.map(np.testing.assert_array_equal, half, action.encode(0.5 * x, seed))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn", "float8_e5m2"])
+def test_a_cast_of_numbers_beyond_its_largest(dtype):
+    largest = float(jnp.finfo(dtype).max)
+    x = jnp.array([1e6, -1e6, jnp.inf, 2.0, jnp.nan])
+    codec = Cast(dtype)
+    found = codec.decode(codec.encode(x, np.uint32(0)), x.shape, x.dtype)
+    np.testing.assert_array_equal(found, [largest, -largest, largest, 2.0, np.nan])
+
+
+def test_a_cast_needs_a_sign():
+    with pytest.raises(ValueError, match="a type with a sign is required"):
+        Cast("float8_e8m0fnu")

@@ -220,3 +220,29 @@ def test_a_value_that_a_rule_returns_as_a_gradient_stays_exact(recompute):
     rounded, exact = of(jaxact.compress(f, policy=policy)), of(f)
     assert np.any(rounded[0] != exact[0])
     np.testing.assert_array_equal(rounded[1], exact[1])
+
+
+@jax.custom_jvp
+def constant(n):
+    return n
+
+
+constant.defjvp(lambda primals, tangents: (constant(*primals), *tangents))
+
+
+@jax.custom_vjp
+def times(x, n):
+    return x * n.astype(x.dtype)
+
+
+times.defvjp(
+    lambda x, n: (times(x, n), n), lambda n, ct: (ct * n.astype(ct.dtype), None)
+)
+
+
+def test_a_number_that_a_rule_keeps():
+    """Equinox's rules are such: of a constant the program has its value alone."""
+    loss = lambda x: jnp.sin(times(jnp.tanh(x), constant(jnp.int32(2)))).sum()
+    exact = jax.grad(loss)(X)
+    found = jax.grad(jaxact.compress(loss, policy=Policy(bits=8)))(X)
+    assert jnp.linalg.norm(found - exact) < 0.02 * jnp.linalg.norm(exact)

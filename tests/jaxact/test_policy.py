@@ -16,8 +16,10 @@ from jaxact import (
     Cast,
     CompressionWarning,
     Dithered,
+    DualPrecision,
     Exact,
     Offload,
+    PerSample,
     Policy,
     Quantize,
     Recompute,
@@ -100,6 +102,9 @@ def test_an_action_that_cannot_store_says_so():
     offload = Policy(default=Offload())
     decision = decide(offload, Residual((1024, 4), np.dtype(bool)))
     assert decision.action == Offload()
+    points = Residual((65536, 3), np.dtype("float32"))
+    for action in (Quantize(4), PerSample(4), DualPrecision(4)):
+        assert "would be no smaller" in decide(Policy(default=action), points).why
 
 
 def test_policies_are_values():

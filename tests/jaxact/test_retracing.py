@@ -1,5 +1,6 @@
 """A compressed function is traced again when, and only when, its trace may differ."""
 
+import concurrent.futures
 import dataclasses
 import enum
 import functools
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 import jaxact
+from jaxact._trace import TraceCache
 
 pytestmark = pytest.mark.unoptimized
 
@@ -362,3 +364,21 @@ def test_a_table_that_an_argument_reads(argument, f, monkeypatch):
         monkeypatch.setitem(TABLE, "factor", factor)
         got, wanted = (gradient(g, W, X, argument) for g in (small, f))
         np.testing.assert_allclose(got, wanted, rtol=1e-6)
+
+
+def test_traces_are_kept_by_several_threads():
+    """More signatures than are remembered, so that each call forgets one."""
+
+    class Call:
+        def __init__(self, key):
+            self.key, self.values = lambda: key, tuple
+
+    cache = TraceCache()
+    keep = lambda i: [cache.keep(Call((i, j)), abs) for j in range(20000)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            assert all(map(len, pool.map(keep, range(4))))
+    finally:
+        sys.setswitchinterval(interval)

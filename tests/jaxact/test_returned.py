@@ -261,3 +261,16 @@ def test_a_share_is_of_a_sum_that_has_the_element(axis, is_bounded):
     jaxpr, _ = open_jaxpr(jax.make_jaxpr(lambda x: share(jnp.exp(x)))(jnp.eye(4)))
     bounds = find_intervals(jaxpr)[jaxpr.outvars[0]]
     assert bounds == (0.0, 1.0 if is_bounded else np.inf)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: jnp.tanh(x) / 0.0,
+        lambda x: jnp.tanh(x) / jnp.zeros_like(x),
+        lambda x: jnp.exp(x) / 0.0 - jnp.exp(x) / 0.0,
+    ],
+)
+def test_a_quotient_by_zero_has_any_value(f):
+    jaxpr, _ = open_jaxpr(jax.make_jaxpr(f)(jnp.eye(4)))
+    assert jaxpr.outvars[0] not in find_intervals(jaxpr)

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax import lax
 
 import jaxact
 from jaxact import Exact, Offload, Policy, Quantize, Rule
@@ -218,3 +219,16 @@ def test_equal_calls_compile_once(caplog):
     assert first == second != other
     compiled = [r.message for r in caplog.records if "Compiling jit" in r.message]
     assert len([m for m in compiled if "_gradient" in m]) == 1, "that of 3 bits"
+
+
+def test_complex_and_narrow_parameters():
+    """The suite promotes no dtypes by itself: a bfloat16 gradient is added up wide."""
+    layer = jaxact.compress(lambda w, x: jnp.tanh(x @ w), activations="x")
+    w, x = WS[0].astype(jnp.bfloat16), X.astype(jnp.bfloat16)
+    loss = lambda w, x: jnp.square(layer(w, x).astype(jnp.float32)).sum()
+    assert jaxact.sensitivity(loss, w, x).signal > 0
+
+    signal = jaxact.sensitivity(loss, WS[0], X).signal
+    rotated = lax.complex(jnp.zeros_like(WS[0]), WS[0])
+    found = jaxact.sensitivity(lambda w, x: loss(w.imag, x), rotated, X)
+    assert found.signal == pytest.approx(signal, rel=1e-5)

@@ -120,6 +120,14 @@ def test_vmap_is_one_call():
     assert lowered(lanes, x, seeds, platforms=("cuda",)).count(TRITON) == 2
 
 
+def test_vmapped_rows_are_short_for_a_kernel_as_they_are_without_vmap():
+    encode = lambda x: rotated.encode(x, np.uint32(3), bits=2)
+    rows = jax.ShapeDtypeStruct((8, 96), jnp.float32)
+    assert lowered(encode, rows, platforms=("cuda",)).count(TRITON) == 0
+    mapped = jax.ShapeDtypeStruct((4, 8, 96), jnp.float32)
+    assert lowered(jax.vmap(encode), mapped, platforms=("cuda",)).count(TRITON) == 0
+
+
 def test_it_runs_without_jit():
     x = sample(Affine(2), (4, 64))
     wanted = affine.encode(x, np.uint32(3), bits=2)

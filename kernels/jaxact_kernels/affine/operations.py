@@ -36,7 +36,9 @@ class AffineOperation(CodedOperation):
     def _mosaic_declines(self, device: Device) -> str | None:
         from jaxact_kernels.affine import mosaic_gpu
 
-        return mosaic_gpu.declines(self.layout, self.dtype, int(self.bits), device)
+        return mosaic_gpu.declines(
+            self.mapped_layout, self.dtype, int(self.bits), device
+        )
 
 
 @dataclasses.dataclass(frozen=True)

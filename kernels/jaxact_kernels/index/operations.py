@@ -47,7 +47,7 @@ class IndexOperation(Operation):
         from jaxact_kernels.index import triton
 
         reason = old_for_triton(device)
-        return reason or triton.declines(self.layout, self.dtype, self.bits)
+        return reason or triton.declines(self.mapped_layout, self.dtype, self.bits)
 
 
 @dataclasses.dataclass(frozen=True)

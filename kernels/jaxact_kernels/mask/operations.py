@@ -36,7 +36,7 @@ class MaskOperation(index.IndexOperation):
     def _triton_declines(self, device: Device) -> str | None:
         from jaxact_kernels.mask import triton
 
-        return old_for_triton(device) or triton.declines(self.layout, self.dtype)
+        return old_for_triton(device) or triton.declines(self.mapped_layout, self.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
