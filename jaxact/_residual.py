@@ -209,8 +209,8 @@ class Provenance:
         own, labels = Label(kind_of(eqn), self._number(jaxpr, eqn)), labels_in(path)
         if not labels:
             return str(own)
-        user = labels[-1]
-        if user.is_of(own.kind) and own.number == 0:
+        user, is_in_cell = labels[-1], _is_in_cell(path)
+        if user.is_of(own.kind) and own.number == 0 and not is_in_cell:
             return str(Label(own.kind, user.number))
         # JAX's versions differ in the equations that they differentiate one into.
         results = self._results(jaxpr, path)
@@ -219,7 +219,6 @@ class Provenance:
             return f"{user}.{own}"
         position = results.index(id(eqn))
         number = f".{position}" if position else ""
-        is_in_cell = path.endswith(f"/{DERIVATIVE}")
         return f"{user}{number}" if is_in_cell else f"{user}.{DERIVATIVE}{number}"
 
     def _number(self, jaxpr: Jaxpr, eqn: Eqn) -> int:
@@ -245,7 +244,7 @@ class Provenance:
                     stack = module_path(e.source_info.name_stack)
                     labels = labels_in(stack)
                     is_own = labels and labels[-1].is_of(kind_of(e))
-                    if not is_own or self._number(jaxpr, e):
+                    if not is_own or self._number(jaxpr, e) or _is_in_cell(stack):
                         added.setdefault(stack, []).append(id(e))
         return self._added[id(jaxpr)].get(path, [])
 
@@ -311,6 +310,11 @@ class Provenance:
             return None
         jaxpr, _ = open_jaxpr(body)
         return self._origin(jaxpr, jaxpr.outvars[position], scope)
+
+
+def _is_in_cell(path: str) -> bool:
+    """Whether equations at a path differentiate several of the user's together."""
+    return path.endswith(f"/{DERIVATIVE}")
 
 
 @functools.lru_cache  # as `visible`

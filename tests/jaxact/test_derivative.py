@@ -344,3 +344,16 @@ def test_a_step_with_a_rule_of_its_own_has_a_derivative():
     table = jaxact.residuals(small, jnp.ones((SHAPE[-1], 128)), X)
     assert len([row for row in table.rows if "derivative" in row.key]) == 1
     assert len(table.rows) == 2
+
+
+def test_slopes_of_one_function_have_keys_of_their_own():
+    """A gated unit before dropout keeps two, both of products."""
+
+    def f(x, w):
+        a, gate = jnp.split(x @ w, 2, axis=-1)
+        keep = jax.random.bernoulli(jax.random.key(0), 0.9, a.shape)
+        return (jnp.where(keep, a * jax.nn.gelu(gate) / 0.9, 0.0) @ w).sum()
+
+    f = jaxact.compress(f, activations="x")
+    keys = [row.key for row in jaxact.residuals(f, X, jnp.ones((64, 128))).rows]
+    assert len(set(keys)) == len(keys), keys
