@@ -11,7 +11,14 @@ from collections.abc import Collection, Mapping, Sequence
 from jaxact._form.inside import insides
 from jaxact._form.magnified import is_inverse, magnified_in
 from jaxact._jaxpr.flow import Facts
-from jaxact._jaxpr.primitives import MATMULS, MOVES, REDUCTIONS, RESHAPES, SCATTERS
+from jaxact._jaxpr.primitives import (
+    JOINS,
+    MATMULS,
+    MOVES,
+    REDUCTIONS,
+    RESHAPES,
+    SCATTERS,
+)
 from jaxact._jaxpr.read import (
     contracts,
     is_float,
@@ -186,7 +193,10 @@ def _gathered_inverses(jaxpr: Jaxpr, spread: Mapping[Var, set[Var]]) -> set[Var]
 
 
 def contracted_in(jaxpr: Jaxpr) -> set[Var]:
-    """Variables that a product contracts with, also past elementwise functions."""
+    """Variables that a product contracts with, also past elementwise functions.
+
+    Or in one array with others, as a graph network's nodes with their neighbours' mean.
+    """
     contracted: set[Var] = set()
     for eqn in reversed(jaxpr.eqns):
         inputs = variables_in(eqn.invars)
@@ -196,4 +206,7 @@ def contracted_in(jaxpr: Jaxpr) -> set[Var]:
         elif keeps_elements(eqn) and eqn.outvars[0] in contracted:
             size = eqn.outvars[0].aval.size
             contracted.update(x for x in inputs if x.aval.size == size)
+        elif eqn.primitive.name in JOINS and eqn.outvars[0] in contracted:
+            size = eqn.outvars[0].aval.size
+            contracted.update(x for x in inputs if _ROW * x.aval.size >= size)
     return contracted

@@ -256,13 +256,13 @@ class ResidualTable(Tabular):
             return []
         places: dict[str, int] = {}
         for row in outside:
-            place = row.path or row.source or "the arguments"
+            place = row.path or row.source  # none in JAX's own functions
             places[place] = places.get(place, 0) + row.stored_bytes
         largest = max(places, key=lambda place: places[place])
+        most = f", most made in {largest}" if largest else ""
         return [
             f"{bytes_text(size)} of {bytes_text(self.stored_bytes)} are kept "
-            f"outside compressed calls, most made in {largest}: compress what reads "
-            "them"
+            f"outside compressed calls{most}: compress what reads them"
         ]
 
     def _table(self) -> tuple[list[Column[ResidualRow]], tuple[ResidualRow, ...]]:

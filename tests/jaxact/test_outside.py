@@ -62,6 +62,15 @@ def test_the_summary_says_where_bytes_are_outside():
     assert "outside" not in all_inside.summary()
 
 
+def test_arrays_outside_that_no_line_makes():
+    """JAX traces its own functions once, for all the lines that call them."""
+    packed = jaxact.compress(mlp, activations="x")
+    noise = lambda y: jax.random.normal(jax.random.key(0), y.shape)
+    loss = lambda p, x: (lambda y: (y * noise(y)).mean())(packed(p, x))
+    summary = jaxact.residuals(loss, P, X).summary()
+    assert "are kept outside compressed calls: compress what reads them" in summary
+
+
 @pytest.mark.parametrize("loops", [False, True])
 @pytest.mark.parametrize("is_step", [False, True])
 def test_a_checkpointed_call_stores_nothing(loops, is_step):

@@ -123,3 +123,20 @@ def test_sums_alone_are_kept():
     rows = jaxact.residuals(jaxact.compress(f, activations=1), W, FEATURES).rows
     exact = [row for row in rows if isinstance(row.action, jaxact.Exact)]
     assert [row.shape for row in exact] == [(32,)]
+
+
+@pytest.mark.parametrize("is_joined", [False, True])
+def test_a_mean_that_a_product_contracts_with_is_a_feature(is_joined):
+    """Neighbours' means, also beside each node's own features (GraphSAGE)."""
+
+    def f(w, x, segments, nodes):
+        sums = lambda y: jax.ops.segment_sum(y, segments, nodes)
+        mean = sums(jax.nn.relu(x @ w)) / jnp.maximum(sums(jnp.ones_like(x)), 1)
+        parts = [mean, x[:nodes] @ w] if is_joined else [mean]
+        both = jnp.concatenate(parts, axis=-1)
+        return jnp.tanh(both @ jnp.ones((both.shape[-1], w.shape[-1]))).sum()
+
+    f = with_segments(f, 128)
+    rows = jaxact.residuals(jaxact.compress(f, activations=1), W, FEATURES).rows
+    assert all(row.action != jaxact.Exact() for row in rows if len(row.shape) > 1)
+    assert draw_error(f, FEATURES) < 0.032
