@@ -15,6 +15,7 @@ from jax.sharding import Mesh, PartitionSpec, SingleDeviceSharding
 
 import jaxact
 from jaxact import Exact, Policy
+from jaxact._budget.inside import largest_recomputed
 from support.programs import gradient_error as eager_gradient_error
 from support.variants import thorough
 
@@ -249,3 +250,11 @@ def test_only_the_branch_of_this_platform_is_lowered():
     step = jax.jit(jax.grad(lambda x: small(x).sum()))
     assert "while" not in step.lower(X).as_text()
     assert gradient_error(f, X, policy=Policy(8)) < 0.1
+
+
+@pytest.mark.parametrize("place", ["cond", "scan in cond", "scan in shard_map"])
+def test_products_that_a_checkpoint_inside_makes_again(place):
+    """A plan leaves room for the largest, wherever the checkpoint is."""
+    f = jax.checkpoint(lambda x, w: jnp.sin(x @ w) @ w)
+    program = jax.make_jaxpr(PLACES[place](f))(X, W)
+    assert largest_recomputed(program.jaxpr) == X.nbytes
