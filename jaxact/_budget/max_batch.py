@@ -17,6 +17,7 @@ from jaxact._codec.checks import checked_int
 from jaxact._engine.warnings import CompressionWarning
 from jaxact._measure.progress import progress
 from jaxact._memory import memory
+from jaxact._memory.memory import first_device
 from jaxact._memory.targets import gpu_of
 from jaxact._policy import Policy
 from jaxact._saved import Saved
@@ -205,6 +206,9 @@ def max_batch(
         while (batch := search.next()) is not None:
             search.sizes[batch] = taken(batch, policy)
         rows.append(search.row(name))
+    if not devices:  # all is known, and nothing was compiled
+        here = first_device(()).device_kind
+        devices.append(here if target is None else gpu_of(target).name)
     return LargestBatches(tuple(rows), limit, multiple_of, devices[0])
 
 
@@ -384,4 +388,7 @@ def _checked_known(known: object) -> Mapping[str, Mapping[int, int]]:
             f"jaxact.max_batch(known={known!r}): for names of policies the bytes by "
             "batch are required: {'2 bits': {8: 2**30}}."
         )
-    return several
+    return {
+        name: {int(n): int(size) for n, size in sizes.items()}
+        for name, sizes in several.items()
+    }

@@ -174,3 +174,12 @@ def test_numbers_of_numpy():
     budget, multiple = np.int64(1 << 22), np.int32(512)
     found = jaxact.max_batch(step_of_batch, budget=budget, multiple_of=multiple)
     assert found == jaxact.max_batch(step_of_batch, budget=1 << 22, multiple_of=512)
+
+
+@pytest.mark.parametrize("target", [None, "h100"])
+def test_nothing_is_compiled_where_all_is_known(target):
+    known = {"the step": {np.int64(4): np.int64(100), 5: 10**12}}
+    found = jaxact.max_batch(step_of_batch, budget="1GiB", target=target, known=known)
+    kind = jax.devices()[0].device_kind if target is None else "NVIDIA H100 80GB HBM3"
+    assert (found.rows[0].batch, found.device) == (4, kind)
+    assert json.loads(json.dumps(found.to_dict()))
