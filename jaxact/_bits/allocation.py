@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 
-from jaxact._bits.cost import Cost, Sensitivity, relative_text
+from jaxact._bits.cost import Cost, Sensitivity, relative, relative_text
 from jaxact._bits.widths import EXACT, action_of
 from jaxact._codec import Action
 from jaxact._codec.checks import checked_kind
@@ -48,8 +48,8 @@ class Allocation(Tabular):
 
     @property
     def relative_error(self) -> float:
-        """`error` over the gradient's squared norm."""
-        return self.error / self.measured.signal if self.error else 0.0
+        """`error` over the gradient's squared norm; infinite where that alone is 0."""
+        return relative(self.error, self.measured.signal)
 
     def policy(
         self,

@@ -215,6 +215,13 @@ class Sensitivity(Tabular):
         return _COLUMNS, self.rows
 
 
+def relative(error: float, signal: float) -> float:
+    """An error over a signal; where there is no signal, infinite unless it is 0."""
+    if error == 0:
+        return 0.0
+    return error / signal if signal else math.inf
+
+
 def relative_text(error: float, signal: float) -> str:
     """An error as a fraction of a signal; '-' without a signal."""
     return f"{error / signal:.3g}" if signal > 0 else "-"

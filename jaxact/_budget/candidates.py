@@ -16,7 +16,7 @@ from typing import TypeAlias
 import jax
 import numpy as np
 
-from jaxact._bits.cost import NORMAL_GROUP, Cost
+from jaxact._bits.cost import NORMAL_GROUP, Cost, relative
 from jaxact._bits.widths import FORMATS, action_of
 from jaxact._codec import (
     Action,
@@ -98,12 +98,15 @@ def relative_error(action: Action, residual: Residual) -> float:
 def measured_error(action: Action, residual: Residual, cost: Cost) -> float:
     """The variance that it adds to the squared gradient, from a measurement.
 
-    Formats other than the measured one err in proportion.
+    Formats other than the measured one err in proportion. Infinite where the residual
+    must stay exact.
     """
+    if action.is_lossless:
+        return 0.0
     bits = min(8, cost.bits or 4)
     before = relative_error(action_of(bits, cost.action), residual)
     ratio = relative_error(action, residual) / before
-    return ratio * cost.error(bits) / cost.signal
+    return relative(ratio * cost.error(bits), cost.signal)
 
 
 def _errors(residual: Residual) -> _Errors:

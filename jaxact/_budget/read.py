@@ -357,9 +357,9 @@ class _Reader:
                 continue
             noise = ASSUMED_SHARE * weight * candidates.relative_error(action, residual)
             cost = self._costs.get(row.key)
-            if cost is not None and math.isfinite(cost.variance):
+            if cost is not None:
                 noise = candidates.measured_error(action, residual, cost)
-            elif cost is not None and not action.is_lossless:
+            if not math.isfinite(noise):
                 continue
             time = candidates.seconds(action, residual, copies, self._gpu)
             size = candidates.stored_bytes(action, residual, copies)

@@ -250,6 +250,13 @@ def test_printing():
     assert plain["rows"][1]["variance"] is None and plain["unmeasured"] == ["x"]
 
 
+@pytest.mark.parametrize("cost, expected", [(0.0, 0.0), (1.0, math.inf)])
+def test_the_gradient_may_be_zero(cost, expected):
+    found = allocate(table([cost], signal=0.0), bits=4)
+    assert found.relative_error == expected
+    assert str(found).splitlines()[1].endswith("-")
+
+
 def test_merge():
     earlier, later = table([1.0, 2.0, math.inf]), table([3.0, math.nan, 5.0])
     later = dataclasses.replace(

@@ -74,6 +74,24 @@ def test_gradients_are_counted_where_an_update_waits_for_all(clip):
     assert problem.gradient_bytes == clip * 4 * (64 * 64 + 64 * 32)
 
 
+@pytest.mark.parametrize("variance, signal, fewest", [(1, 0, 32), (0, 0, 1), (1, 1, 1)])
+def test_residuals_stay_exact_where_the_measured_gradient_was_zero(
+    variance, signal, fewest
+):
+    small = compressed(lambda w, x: jnp.tanh(x @ w))
+    array = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    loss = lambda w, x: small(w, x).sum()
+    step = Step(jax.grad(loss), (array, array), {})
+    keys = [row.key for row in jaxact.residuals(loss, array, array).rows]
+    costs = [jaxact.Cost(k, 2**16, 4, variance, signal, bits=4) for k in keys]
+    measured = jaxact.Sensitivity(tuple(costs), signal)
+    problem = read_problem(step, Policy(), WIDTHS, gpu_of("h100"), measured)
+    stored, *_ = problem.calls[0].variants
+    assert stored.rows
+    for row in stored.rows:
+        assert min(o.action.bits or 32 for o in row.options) == fewest
+
+
 def clipped(gradient):
     """Divided by its norm, which needs all of it."""
     norm = jnp.sqrt(sum((g**2).sum() for g in jax.tree.leaves(gradient)))
