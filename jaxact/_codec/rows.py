@@ -28,11 +28,17 @@ def short_rows(codec: Grouped, shape: tuple[int, ...], dtype: DTypeLike) -> str 
     coordinates, `[65536, 3]`, would take 20 bytes a row at 4 bits, not 12.
     """
     layout = layout_of(shape, codec.group_size)
-    packed = layout.total_groups * (layout.group * codec.bits / 8 + _METADATA_BYTES)
-    exact = math.prod(shape) * jnp.dtype(dtype).itemsize
-    if packed < exact or not exact:
+    group_bytes = layout.group * codec.bits / 8 + _METADATA_BYTES
+    itemsize = jnp.dtype(dtype).itemsize
+    exact = math.prod(shape) * itemsize
+    if layout.total_groups * group_bytes < exact or not exact:
         return None
-    return no_smaller(layout)
+    if group_bytes < layout.group * itemsize:
+        return no_smaller(layout)
+    return (
+        f"codes with {codec.bits:g} bits, and {_METADATA_BYTES} bytes for each "
+        f"{layout.group}, would be no smaller than {dtype}; take fewer bits"
+    )
 
 
 def no_smaller(layout: Layout) -> str:

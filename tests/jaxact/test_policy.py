@@ -321,3 +321,11 @@ def test_no_array_is_larger_packed(action, width, dtype):
     assert row.stored_bytes <= row.exact_bytes
     if row.stored_bytes == row.exact_bytes:
         assert "would be no smaller packed" in row.why
+
+
+@pytest.mark.parametrize("columns", [255, 256])
+def test_codes_as_wide_as_the_elements(columns):
+    """Longer rows would not help."""
+    reason = Quantize(8).declines((64, columns), jnp.dtype(jnp.float8_e4m3fn))
+    assert "8 bits" in reason and "than float8_e4m3fn; take fewer bits" in reason
+    assert Quantize(4).declines((64, columns), jnp.dtype(jnp.float8_e4m3fn)) is None
