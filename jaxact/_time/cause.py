@@ -41,8 +41,9 @@ def cause_of(kernel: Instruction, body: Computation, has_products: bool) -> str:
     ]
     if all(made.opcode in MOVES for made in working):
         return COPIES
-    name = _source(body).op_name if body else kernel.op_name
-    scope = SCOPE.search(name or kernel.op_name)
+    # A fusion may have a name where its operations have none.
+    name = (_source(body).op_name if body else "") or kernel.op_name
+    scope = SCOPE.search(name)
     if scope is None:
         return OTHER
     if scope[1] in _MASK_FORMATS:

@@ -241,9 +241,15 @@ def test_causes(found):
     ("jvp(decode)/encode/and", "other"),
 ])  # fmt: skip
 def test_causes_by_the_names_of_operations(scopes, cause):
-    named = HLO.replace("jvp()/jit(run)/jaxact.affine.encode/and", scopes)
-    (kernel,) = [row for row in of(named).rows if row.name == "packed"]
-    assert kernel.cause == cause
+    inner = ', metadata={op_name="jit(step)/jvp()/jit(run)/jaxact.affine.encode/and"}'
+    named = inner.replace("jvp()/jit(run)/jaxact.affine.encode/and", scopes)
+    on_fusion = "calls=%fused_noise" + named
+    for text in (
+        HLO.replace(inner, named),
+        HLO.replace(inner, "").replace("calls=%fused_noise", on_fusion),
+    ):
+        (kernel,) = [row for row in of(text).rows if row.name == "packed"]
+        assert kernel.cause == cause
 
 
 CONVOLUTIONS = """\
