@@ -7,14 +7,16 @@ from typing import Any
 
 import jax
 
-# NVIDIA's table of compute capabilities, for devices described by their name alone.
+# NVIDIA's table of compute capabilities, for devices described by their name alone, as
+# patterns. RTX numbers that end in 50 to 90 are GeForce boards, others workstations'.
 _CAPABILITIES = {
-    "V100": (7, 0), "T4": (7, 5), "RTX 20": (7, 5),
-    "A100": (8, 0), "A30": (8, 0), "A10": (8, 6), "A40": (8, 6), "A6000": (8, 6),
-    "RTX 30": (8, 6), "L4": (8, 9), "L40": (8, 9), "RTX 40": (8, 9),
+    "V100": (7, 0), "T4": (7, 5), "RTX 20[5-9]0": (7, 5), r"Quadro RTX \d000": (7, 5),
+    "A100": (8, 0), "A30": (8, 0), "A10": (8, 6), "A40": (8, 6), r"A\d\d00": (8, 6),
+    "RTX 30[5-9]0": (8, 6), "L4": (8, 9), "L40": (8, 9), "RTX 40[5-9]0": (8, 9),
+    r"RTX \d+ (SFF )?Ada": (8, 9),
     "H100": (9, 0), "H200": (9, 0), "GH200": (9, 0), "H800": (9, 0), "H20": (9, 0),
     "B100": (10, 0), "B200": (10, 0), "GB200": (10, 0),
-    "B300": (10, 3), "GB300": (10, 3), "RTX 50": (12, 0),
+    "B300": (10, 3), "GB300": (10, 3), "RTX 50[5-9]0": (12, 0), r"RTX PRO \d+": (12, 0),
 }  # fmt: skip
 
 
@@ -74,8 +76,7 @@ def described(
 
 def _capability(kind: str) -> tuple[int, int] | None:
     for model, capability in _CAPABILITIES.items():
-        # L40S and A10G are L40 and A10 by another name; RTX 4090 is in series 40.
-        end = r"\d\d" if model.startswith("RTX") else r"(?![0-9])"
-        if re.search(rf"\b{model}{end}", kind, re.IGNORECASE):
+        # L40S and A10G are L40 and A10 by another name.
+        if re.search(rf"\b{model}(?![0-9])", kind, re.IGNORECASE):
             return capability
     return None
