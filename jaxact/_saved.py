@@ -21,6 +21,8 @@ T = TypeVar("T", bound="Saved")
 # Of the files: a number that grows when older versions could not read them.
 FORMAT = 1
 _CHECKPOINT_POLICY = "checkpoint_policy"
+# How floats are written that JSON has no numbers for.
+_NOT_FINITE: Mapping[Any, float] = {None: math.inf, "-inf": -math.inf, "nan": math.nan}
 # The package whose classes need no module beside their names.
 _OWN = __name__.partition(".")[0]
 
@@ -37,10 +39,11 @@ class Saved:
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, strings, lists and dicts, ready for `json.dumps`.
 
-        A number that is not finite is None.
+        Infinity is None; -infinity and NaN are '-inf' and 'nan'.
 
         Raises:
-          TypeError: it holds code, such as a rule's `where`.
+          TypeError: it holds code, such as a rule's `where`, or a value without a form
+            in JSON.
         """
         name = type(self).__name__
         return {"format": FORMAT, **_fields_of(self, f"{name}.to_dict", "")}
@@ -49,7 +52,7 @@ class Saved:
     def from_dict(cls: type[T], data: Mapping[str, Any]) -> T:
         """The value whose `to_dict` gave `data`.
 
-        None in the place of a number is infinity.
+        None in the place where a number belongs is infinity.
 
         Raises:
           ValueError: other data, or written in a later format.
@@ -81,10 +84,14 @@ def _fields_of(value: Saved, call: str, place: str) -> dict[str, Any]:
 def _encode(value: object, call: str, place: str) -> Any:
     if isinstance(value, enum.Enum):
         return value.value
+    if isinstance(value, np.generic):
+        value = value.item()
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
-        return value if math.isfinite(value) else None
+        if math.isfinite(value):
+            return value
+        return None if value == math.inf else str(value)
     if isinstance(value, np.dtype):
         return str(value)
     if isinstance(value, tuple):
@@ -94,9 +101,10 @@ def _encode(value: object, call: str, place: str) -> Any:
     for name in dir(jax.checkpoint_policies):
         if getattr(jax.checkpoint_policies, name) is value:
             return {"class": _CHECKPOINT_POLICY, "name": name}
+    kind = "code" if callable(value) else f"a {type(value).__name__}, not JSON"
     raise TypeError(
-        f"{call}: {place}={value!r} cannot be saved, because it is code. Save the rest "
-        f"without it, and set it after loading with dataclasses.replace."
+        f"{call}: {place}={value!r} cannot be saved, because it is {kind}. Save the "
+        f"rest without it, and set it after loading with dataclasses.replace."
     )
 
 
@@ -195,8 +203,8 @@ def _construct(kind: type[Saved], data: dict[str, Any]) -> Saved:
         )
     values = {name: _decode(data[name]) for name in fields if name in data}
     for name, value in values.items():
-        if value is None and fields[name].type is float:
-            values[name] = math.inf
+        if fields[name].type is float:
+            values[name] = _NOT_FINITE.get(value, value)
     return kind(**values)
 
 

@@ -77,6 +77,12 @@ def test_measurements_and_allocations():
     assert again.relative_error == allocation.relative_error
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, np.float64("-inf")])
+def test_numbers_that_are_not_finite(value):
+    again = through_json(jaxact.Cost("a", 1, 4, variance=value, signal=value, bits=2))
+    np.testing.assert_array_equal([again.variance, again.signal], value)
+
+
 def network(w, x):
     with jax.named_scope("Net"):
         return jnp.where(x @ w > 0, jnp.sin(x @ w), 0) @ w
@@ -124,6 +130,11 @@ class Halves(jaxact.Codec):
 def test_codecs_of_users():
     policy = Policy(default=Halves(0.25))
     assert through_json(policy) == policy
+
+
+def test_numbers_of_numpy():
+    for value in (np.float32(0.25), np.int64(3), np.bool_(True)):
+        assert through_json(Halves(value)) == Halves(value)
 
 
 def codec_named(name, module="", place=None):
@@ -194,6 +205,7 @@ NAMES = jax.checkpoint_policies.save_only_these_names("a")
     (Policy(rules=(Rule(Exact(), name="a"), Rule(Exact(), where=callable))),
      r"rules\[1\].where=.*dataclasses.replace"),
     (Policy(recompute=NAMES), "recompute=.*is code"),
+    (Policy(default=Halves(1j)), "default.scale=.*it is a complex, not JSON"),
 ])  # fmt: skip
 def test_code_is_refused(policy, place):
     with pytest.raises(TypeError, match=f"Policy.to_dict: {place}"):
