@@ -95,7 +95,7 @@ def checked(recompute: object) -> Recomputation:
     """
     if recompute is None or isinstance(recompute, Checkpoint):
         return recompute
-    if isinstance(recompute, Iterable):
+    if isinstance(recompute, Iterable) and not isinstance(recompute, str):
         several = tuple(recompute)
         if all(isinstance(one, Checkpoint) for one in several):
             return several or None

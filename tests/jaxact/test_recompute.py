@@ -223,6 +223,7 @@ def test_is_saved():
     "make",
     [
         lambda: Policy(recompute="layer*"),
+        lambda: Policy(recompute=""),
         lambda: Policy(recompute=(Checkpoint(), "layer*")),
         lambda: Checkpoint(3),
         lambda: Checkpoint(save="dots_saveable"),
