@@ -8,13 +8,14 @@ bytes (2) or 4 bytes (5).
 from collections.abc import Iterator
 
 Message = dict[int, list["int | bytes"]]
+_CUT = "no protocol buffer: it ends inside a field"
 
 
 def read(data: bytes) -> Message:
     """The fields of a message by number, each with its values in order.
 
     Raises:
-      ValueError: not a message.
+      ValueError: not a message, or one that is cut off.
     """
     fields: Message = {}
     position = 0
@@ -29,6 +30,8 @@ def read(data: bytes) -> Message:
                 size, position = _varint(data, position)
             value = data[position : position + size]
             position += size
+            if position > len(data):
+                raise ValueError(_CUT)
         else:
             raise ValueError(f"no protocol buffer: a field of type {kind}")
         fields.setdefault(number, []).append(value)
@@ -85,6 +88,8 @@ def _varint(data: bytes, position: int) -> tuple[int, int]:
     """An integer in groups of 7 bits, the lowest first, and the position after it."""
     result = shift = 0
     while True:
+        if position == len(data):
+            raise ValueError(_CUT)
         byte = data[position]
         position += 1
         result |= (byte & 127) << shift

@@ -251,3 +251,9 @@ def test_wire_format():
     assert (wire.integer({}, 1), wire.text({}, 1), wire.message({}, 1)) == (0, "", {})
     with pytest.raises(ValueError, match="no protocol buffer"):
         wire.read(b"\x0b")
+
+
+@pytest.mark.parametrize("data", [b"\x80", b"\x08", b"\x12\x07test", b"\x0d\x01"])
+def test_a_message_that_is_cut_off(data):
+    with pytest.raises(ValueError, match="ends inside a field"):
+        wire.read(data)
