@@ -44,13 +44,16 @@ class _Trace:
 
     Attributes:
       counts: by name.
+      pathless: calls without a path, which a count tells apart; a session's eager
+        calls, all of one trace, would fill `sites`.
       sites: by path, numbered.
     """
 
     def __init__(self) -> None:
         self.calls = 0
+        self.pathless = 0
         self.counts = collections.Counter[str]()
-        self.sites = collections.defaultdict[str, dict[Site | int, int]](dict)
+        self.sites = collections.defaultdict[str, dict[Site, int]](dict)
 
 
 class _Traces(threading.local):
@@ -97,8 +100,11 @@ def number_in_trace(path: str, site: Site) -> CallNumber:
     """The number of a call in the current trace, which counts it."""
     trace = _current_trace()
     total, trace.calls = trace.calls, trace.calls + 1
+    if not path:
+        at_path, trace.pathless = trace.pathless, trace.pathless + 1
+        return CallNumber(total, at_path)
     sites = trace.sites[path]
-    return CallNumber(total, sites.setdefault(site if path else total, len(sites)))
+    return CallNumber(total, sites.setdefault(site, len(sites)))
 
 
 def scope_in_trace(name: str) -> str:

@@ -15,6 +15,7 @@ import pytest
 
 import jaxact
 from jaxact import Policy, Quantize
+from jaxact._engine.number import _current_trace
 
 pytestmark = pytest.mark.unoptimized
 
@@ -240,3 +241,13 @@ def test_measurements_replay_the_noise_of_each_call():
     wanted = gradients_of_equal_data(W, W)
     np.testing.assert_array_equal(first, wanted[0])
     np.testing.assert_array_equal(second, wanted[1])
+
+
+def test_calls_outside_a_trace_leave_nothing_behind():
+    """A session may make any number; each has its own noise by a count."""
+    mul(X, W)
+    trace = _current_trace()
+    kept = [len(sites) for sites in trace.sites.values()]
+    for _ in range(3):
+        mul(X, W)
+    assert [len(sites) for sites in trace.sites.values()] == kept
