@@ -7,7 +7,7 @@ import numpy as np
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
-_TEXT = re.compile(r"\s*([\d_]+(?:\.\d+)?)\s*(?:([kmgt])(i?)b|b)\s*", re.IGNORECASE)
+_TEXT = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?)\s*(?:([kmgt])(i?)b|b)\s*", re.IGNORECASE)
 
 
 @dataclasses.dataclass(frozen=True)

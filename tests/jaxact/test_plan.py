@@ -283,6 +283,7 @@ def test_sizes(budget, expected):
     ("changes", "error", "text"),
     [
         ({"budget": "lots"}, ValueError, r"'12GiB' \(2\*\*30\)"),
+        ({"budget": "_GB"}, ValueError, "bytes are required"),
         ({"budget": 1.5}, ValueError, "a float below 1"),
         ({"budget": 0}, ValueError, "bytes are required"),
         ({"budget": None}, TypeError, "bytes are required"),
