@@ -214,6 +214,8 @@ def _key(value: Any, rules: bool) -> Hashable:
         return np.ndarray, value.shape, value.dtype, value.tobytes()
     if isinstance(value, jax.Array | Callable):
         return _Same(value)
+    if isinstance(value, float):
+        return float, value.hex()  # 0.0 == -0.0, and NaN is not equal to itself
     try:
         hash(value)
     except TypeError:

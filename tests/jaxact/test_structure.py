@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.extend.core import Primitive
 
 import jaxact
 from jaxact import Policy
@@ -47,6 +48,10 @@ def in_scope(name):
     return f
 
 
+scaled = Primitive("scaled")
+scaled.def_abstract_eval(lambda x, by: x)
+
+
 # Each made twice gives one structure; no two entries do.
 MAKERS = {
     "gelu": lambda: lambda x: jax.nn.gelu(x),
@@ -57,6 +62,9 @@ MAKERS = {
     "times 2": lambda: lambda x: x * 2,
     "times -0.0": lambda: lambda x: x * -0.0,
     "times 0.0": lambda: lambda x: x * 0.0,
+    "by -0.0": lambda: lambda x: scaled.bind(x, by=-0.0),
+    "by 0.0": lambda: lambda x: scaled.bind(x, by=0.0),
+    "by NaN": lambda: lambda x: scaled.bind(x, by=float("nan")),
     "sum 0": lambda: lambda x: x.sum(0),
     "sum 1": lambda: lambda x: x.sum(1),
     "scan": lambda: lambda x: scanned(x),
