@@ -295,7 +295,7 @@ def _apply(
 
 def _matches_any(residual: Residual, pattern: str) -> bool:
     names = (residual.name, *residual.aliases)
-    return any(n and fnmatch.fnmatch(n, pattern) for n in names)
+    return any(n and fnmatch.fnmatchcase(n, pattern) for n in names)
 
 
 def checked_policy(argument: str, policy: object) -> Policy:

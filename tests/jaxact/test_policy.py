@@ -1,5 +1,7 @@
 """Rules: first match wins, each condition narrows, bad requests say what to do."""
 
+import ntpath
+import os
 import warnings
 from pathlib import Path
 
@@ -329,3 +331,12 @@ def test_codes_as_wide_as_the_elements(columns):
     reason = Quantize(8).declines((64, columns), jnp.dtype(jnp.float8_e4m3fn))
     assert "8 bits" in reason and "than float8_e4m3fn; take fewer bits" in reason
     assert Quantize(4).declines((64, columns), jnp.dtype(jnp.float8_e4m3fn)) is None
+
+
+@pytest.mark.parametrize("name, is_matched", [("mlp_*", True), ("MLP_*", False)])
+def test_names_match_alike_everywhere(monkeypatch, name, is_matched):
+    """Windows compares the names of files without their case."""
+    monkeypatch.setattr(os.path, "normcase", ntpath.normcase)
+    residual = Residual((64, 256), np.dtype("float32"), name="mlp_hidden")
+    decision = decide(Policy(2, rules=(Rule(Quantize(8), name=name),)), residual)
+    assert (decision.action == Quantize(8)) == is_matched
