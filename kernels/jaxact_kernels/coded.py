@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import jax
 
 from jaxact_kernels import checks, words
-from jaxact_kernels.device import Device, old_for_triton
+from jaxact_kernels.device import Device, without_triton
 from jaxact_kernels.layout import Layout, layout_of
 from jaxact_kernels.operation import GROUP_AXIS, Axes, Operation
 
@@ -78,8 +78,5 @@ class CodedOperation(Operation):
         checks.check_stored(stored, [*required, *others], shape=self.shape, **options)
 
     def _triton_declines(self, device: Device) -> str | None:
-        try:
-            triton = self.module("triton")
-        except ImportError:
-            return "this version of JAX has no Pallas Triton"
-        return old_for_triton(device) or triton.declines(self.mapped_layout, self.dtype)
+        reason = without_triton(device)
+        return reason or self.module("triton").declines(self.mapped_layout, self.dtype)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import importlib
 import re
 from typing import Any
 
@@ -56,8 +57,12 @@ def device_of(device: Any) -> Device:
     return Device(device.device_kind, (int(major), int(minor)))
 
 
-def old_for_triton(device: Device) -> str | None:
-    """Why Triton cannot compile for a device; None where it can."""
+def without_triton(device: Device) -> str | None:
+    """Why Pallas cannot compile for a device by Triton; None where it can."""
+    try:
+        importlib.import_module("jax.experimental.pallas.triton")
+    except ImportError:
+        return "this version of JAX has no Pallas Triton"
     if device.capability is None or device.capability >= (8, 0):
         return None
     major, minor = device.capability

@@ -1,10 +1,12 @@
 """Which implementation runs is one visible rule, and every refusal has its reason."""
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxact_kernels import affine, choose
+from jaxact_kernels import affine, choose, index, mask, rotated
 from jaxact_kernels.device import Device
 
 SHAPE = (8, 1024)
@@ -62,6 +64,21 @@ def test_none_replaces_one_asked_for():
         affine.decode(
             stored, shape=SHAPE, dtype=x.dtype, bits=2, implementation="triton"
         )
+
+
+FORMATS = [
+    encode(),
+    rotated.Encode(SHAPE, "float32", 2),
+    index.Encode(SHAPE, "int8", 2),
+    mask.Encode(SHAPE, "bool"),
+]
+
+
+@pytest.mark.parametrize("operation", FORMATS, ids=lambda each: each.scope)
+def test_a_version_without_pallas_triton(monkeypatch, operation):
+    monkeypatch.setitem(sys.modules, "jax.experimental.pallas.triton", None)
+    choice = choose(operation, "h100")
+    assert dict(choice.declined)["triton"] == "this version of JAX has no Pallas Triton"
 
 
 def test_devices_are_known_by_name():

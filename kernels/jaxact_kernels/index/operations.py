@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from jaxact_kernels import checks, words
-from jaxact_kernels.device import Device, old_for_triton
+from jaxact_kernels.device import Device, without_triton
 from jaxact_kernels.index import reference
 from jaxact_kernels.layout import Layout
 from jaxact_kernels.numbering import Numbering
@@ -44,10 +44,12 @@ class IndexOperation(Operation):
         return {"triton": self._triton_declines}
 
     def _triton_declines(self, device: Device) -> str | None:
+        reason = without_triton(device)
+        if reason is not None:
+            return reason
         from jaxact_kernels.index import triton
 
-        reason = old_for_triton(device)
-        return reason or triton.declines(self.mapped_layout, self.dtype, self.bits)
+        return triton.declines(self.mapped_layout, self.dtype, self.bits)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jaxact_kernels import checks
-from jaxact_kernels.device import Device, old_for_triton
+from jaxact_kernels.device import Device, without_triton
 from jaxact_kernels.index import operations as index
 from jaxact_kernels.mask import reference
 from jaxact_kernels.numbering import Numbering
@@ -34,9 +34,12 @@ class MaskOperation(index.IndexOperation):
             )
 
     def _triton_declines(self, device: Device) -> str | None:
+        reason = without_triton(device)
+        if reason is not None:
+            return reason
         from jaxact_kernels.mask import triton
 
-        return old_for_triton(device) or triton.declines(self.mapped_layout, self.dtype)
+        return triton.declines(self.mapped_layout, self.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
