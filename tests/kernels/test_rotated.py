@@ -154,3 +154,9 @@ def test_decode_refuses_arrays_that_do_not_fit():
     for options in ({"shape": (2, 513), "bits": 4}, {"shape": (2, 512), "bits": 3}):
         with pytest.raises(ValueError, match="pass the options"):
             rotated.decode(stored, dtype="float32", **options)
+
+
+@pytest.mark.parametrize("options", [{"bits": 9}, {"bits": 2, "group_size": 8192}])
+def test_bytes_are_refused_where_encode_refuses(options):
+    with pytest.raises(ValueError, match="got .*;.*; .*"):
+        rotated.stored_bytes((10_000,), **options)

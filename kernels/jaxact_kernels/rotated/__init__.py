@@ -8,13 +8,7 @@ import jax.numpy as jnp
 
 from jaxact_kernels import checks as _checks
 from jaxact_kernels.dispatch import run
-from jaxact_kernels.layout import layout_of
-from jaxact_kernels.rotated.group import (
-    HALF_BIT,
-    MOST_PER_GROUP,
-    check_bits as _check_bits,
-    num_words,
-)
+from jaxact_kernels.rotated.group import HALF_BIT, MOST_PER_GROUP
 from jaxact_kernels.rotated.operations import Decode, Encode
 from jaxact_kernels.rotated.reference import Stored
 
@@ -114,7 +108,5 @@ def stored_bytes(shape: tuple[int, ...], *, bits: float, group_size: int = 256) 
     >>> stored_bytes((8, 1024), bits=2)
     2180
     """
-    _check_bits(bits)
-    layout = layout_of(tuple(shape), group_size)
-    words = num_words(layout.group, bits)
-    return 4 + layout.total_groups * 4 * (words + 1)
+    operation = Encode(tuple(shape), jnp.dtype("float32"), bits, group_size)
+    return 4 + operation.layout.total_groups * 4 * (operation.num_words + 1)
