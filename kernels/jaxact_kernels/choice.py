@@ -51,16 +51,7 @@ def choose(
         triton
     """
     device = Device(device) if isinstance(device, str) else device or here()
-    kernels = operation.kernels()
-    if implementation is None:
-        names = [*kernels, REFERENCE]
-    elif implementation in (*kernels, REFERENCE):
-        names = [implementation]
-    else:
-        raise ValueError(
-            f"got implementation={implementation!r}; {type(operation).__name__} has "
-            f"{', '.join([*kernels, REFERENCE])}; pass one of them, or None to choose"
-        )
+    names = implementations(operation, implementation)
     declined = []
     if implementation is not None:
         operation = dataclasses.replace(operation, is_fused=False)
@@ -70,6 +61,23 @@ def choose(
             return Choice(name, tuple(declined))
         declined.append((name, reason))
     raise NotImplementedError(f"{implementation} was asked for and declines: {reason}")
+
+
+def implementations(operation: Operation, asked_for: str | None) -> list[str]:
+    """The implementations to consider, in order: all, or the one that is asked for.
+
+    Raises:
+        ValueError: no implementation has that name.
+    """
+    names = [*operation.kernels(), REFERENCE]
+    if asked_for is None:
+        return names
+    if asked_for not in names:
+        raise ValueError(
+            f"got implementation={asked_for!r}; {type(operation).__name__} has "
+            f"{', '.join(names)}; pass one of them, or None to choose"
+        )
+    return [asked_for]
 
 
 def _why_not(operation: Operation, name: str, device: Device | None) -> str | None:

@@ -19,7 +19,7 @@ from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
 
 from jaxact_kernels import compat
-from jaxact_kernels.choice import REFERENCE, choose
+from jaxact_kernels.choice import REFERENCE, choose, implementations
 from jaxact_kernels.device import device_of, here
 from jaxact_kernels.operation import Operation, Vmaps, over_vmapped_axes
 
@@ -42,7 +42,11 @@ def run(
         *operands: arrays and tuples of arrays, in the definition's order.
         implementation: the only one to use; lowering for a platform or device that it
             does not support fails.
+
+    Raises:
+        ValueError: no implementation has that name.
     """
+    implementations(operation, implementation)  # refuses a wrong name anywhere
     return _bind(operation.reference, operands, operation, implementation, ())
 
 

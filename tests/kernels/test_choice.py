@@ -53,6 +53,8 @@ def test_one_asked_for_runs_or_says_why_not():
         choose(encode(), "Tesla T4", "triton")
     with pytest.raises(ValueError, match="got implementation='cuda'.*triton"):
         choose(encode(), "h100", "cuda")
+    with pytest.raises(ValueError, match="got implementation='tritn'.*triton"):
+        affine.encode(jnp.ones(SHAPE), jnp.uint32(0), bits=2, implementation="tritn")
 
 
 def test_none_replaces_one_asked_for():
