@@ -104,7 +104,7 @@ def compress(
       compressed already, the original is compressed: this call's options decide.
 
     Raises:
-      TypeError: `target` or `policy` has the wrong type; `target` is a generator or
+      TypeError: an argument has the wrong type; `target` is a generator or
         coroutine function, or when called has an output that is no pytree of arrays and
         constants.
       ValueError: `target` has a parameter `rounding_key` of its own; when called, if
@@ -123,7 +123,11 @@ def compress(
         raise TypeError(_wrong_arguments(others, unknown))
     given = Policy() if policy is None else policy
     checked = checked_policy("compress(policy=", given)
-    options = _Options(checked, activations, as_tuple(static_argnums))
+    options = _Options(
+        checked,
+        None if activations is None else as_tuple("activations", activations),
+        as_tuple("static_argnums", static_argnums),
+    )
     if target is _AS_DECORATOR:
         return options.compress
     return options.compress(target)
@@ -134,7 +138,7 @@ class _Options:
     """`compress`'s arguments beside its target."""
 
     policy: Policy
-    activations: Names | None
+    activations: tuple[str | int, ...] | None
     static_argnums: tuple[str | int, ...]
 
     def compress(self, target: object) -> Any:

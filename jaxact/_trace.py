@@ -67,8 +67,11 @@ def is_inexact(x: Array) -> bool:
     return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
 
-def as_tuple(names: Names) -> tuple[str | int, ...]:
+def as_tuple(option: str, names: Names) -> tuple[str | int, ...]:
     """One name or position, or several, as a tuple.
+
+    Args:
+      option: the argument that they are given as, for messages.
 
     Raises:
       TypeError: neither, nor a sequence of them.
@@ -78,8 +81,8 @@ def as_tuple(names: Names) -> tuple[str | int, ...]:
         isinstance(name, str | int) for name in several
     ):
         raise TypeError(
-            f"activations or static_argnums: {names!r}; a name or position of an "
-            "argument, or several, is required, such as activations='x'."
+            f"compress({option}={names!r}): a name or position of an argument, or "
+            f"several, is required, such as {option}='x'."
         )
     return tuple(several)
 
@@ -332,15 +335,16 @@ def arguments(
     unnamed = [f"args[{i}]" for i in range(len(positional), len(args))]
     labels = [*(positional + unnamed)[: len(args)], *kwargs]
     known = list(dict.fromkeys([*labels, *positional, *keyword]))
-    wanted = None if activations is None else as_tuple(activations)
-    static = as_tuple(static_argnums)
-    for a in (*(wanted or ()), *static):
-        if a not in known and a not in range(-len(args), len(known)):
-            raise ValueError(
-                f"activations or static_argnums: {a!r} is no argument of "
-                f"{getattr(f, '__name__', f)}, whose arguments are {known}. "
-                "Give names or positions of its arguments."
-            )
+    wanted = None if activations is None else as_tuple("activations", activations)
+    static = as_tuple("static_argnums", static_argnums)
+    for option, names in (("activations", wanted or ()), ("static_argnums", static)):
+        for a in names:
+            if a not in known and a not in range(-len(args), len(known)):
+                raise ValueError(
+                    f"compress({option}=...): {a!r} is no argument of "
+                    f"{getattr(f, '__name__', f)}, whose arguments are {known}. "
+                    "Give names or positions of its arguments."
+                )
 
     def described(number: int, label: str) -> Argument:
         position = positional.index(label) if label in positional else number

@@ -351,3 +351,11 @@ def test_constants_come_back_as_arrays():
             assert_same_bits(leaf, other)
             assert leaf.weak_type == other.weak_type
         assert not bool(~found[1])
+
+
+@pytest.mark.parametrize("option", ["activations", "static_argnums"])
+def test_an_option_that_names_no_argument_says_which_it_is(option):
+    with pytest.raises(TypeError, match=rf"compress\({option}=1.5\).*{option}='x'"):
+        jaxact.compress(**{option: 1.5})
+    with pytest.raises(ValueError, match=rf"compress\({option}=...\): 'y' is no"):
+        jaxact.compress(lambda x: jnp.sin(x), **{option: "y"})(X)
