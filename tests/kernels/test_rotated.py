@@ -149,6 +149,11 @@ def test_encode_refuses(given):
         rotated.encode(x, seed, **arguments)
 
 
+def test_bits_that_are_too_few():
+    with pytest.raises(ValueError, match="has 0.5 bits, or it has an integer"):
+        rotated.encode(jnp.ones(4), jnp.uint32(0), bits=0.25)
+
+
 def test_decode_refuses_arrays_that_do_not_fit():
     stored = rotated.encode(jnp.ones((2, 512)), jnp.uint32(0), bits=4)
     for options in ({"shape": (2, 513), "bits": 4}, {"shape": (2, 512), "bits": 3}):

@@ -47,7 +47,7 @@ SMALLEST_EXPONENT = np.int32(19)  # of a scale: 2**-108, as in the affine format
 def check_bits(bits: float) -> None:
     """Raise `ValueError` unless `bits` is half a bit or an integer from 1 to 8."""
     if bits != HALF_BIT:
-        checks.check_bits(bits, "a code")
+        checks.check_bits(bits, f"an element has {HALF_BIT} bits, or it")
 
 
 def code_bits(bits: float) -> int:
