@@ -21,14 +21,14 @@ class Offload(AroundCodec[Any]):
       codec: any other codec; `Exact()` moves the array itself.
 
     Raises:
-      ValueError: `codec` stores nothing, is no codec, or is an Offload itself.
+      TypeError: `codec` stores nothing, is no codec, or is an Offload itself.
     """
 
     codec: Codec[Any] = Exact()
 
     def __post_init__(self) -> None:
         if not isinstance(self.codec, Codec) or isinstance(self.codec, Offload):
-            raise ValueError(
+            raise TypeError(
                 f"Offload({self.codec!r}): a codec that stores something is required, "
                 "such as Exact() or Quantize(4)."
             )

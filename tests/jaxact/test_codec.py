@@ -240,7 +240,7 @@ def test_the_facts_of_an_action(action, label, bias, bits):
 
 def test_a_replay_is_no_codec():
     assert not isinstance(Recompute(), Codec) and isinstance(Recompute(), Action)
-    with pytest.raises(ValueError, match="stores something"):
+    with pytest.raises(TypeError, match="stores something"):
         Offload(Recompute())
 
 

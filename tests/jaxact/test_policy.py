@@ -152,7 +152,7 @@ def test_policies_are_values():
         (lambda: Cast(jnp.int8), ValueError, "float"),
         (lambda: Cast("bf16"), TypeError, r"Cast\('bf16'\).*jnp.bfloat16"),
         (lambda: Cast(None), TypeError, "a dtype is required"),
-        (lambda: Offload(Recompute()), ValueError, "stores something"),
+        (lambda: Offload(Recompute()), TypeError, "stores something"),
         (lambda: jaxact.compress(3), TypeError, "required"),
         (lambda: jaxact.compress(jnp.sin, policy=4), TypeError, "Policy"),
     ],
