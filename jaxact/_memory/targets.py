@@ -265,14 +265,22 @@ TARGETS = {
 def gpu_of(target: str) -> Gpu:
     """The GPU that a target names, however it is spelled: 'H100', 'RTX 4090'.
 
+    The name that JAX gives a device serves too: 'NVIDIA H100 80GB HBM3'.
+
     Raises:
       ValueError: no such target.
     """
-    words = re.sub(r"[^a-z0-9]", "", target.lower()) if isinstance(target, str) else ""
-    name = re.sub(r"^(nvidia|tesla|geforce)+", "", words)
-    if name not in TARGETS:
-        raise ValueError(
-            f"unknown target {target!r}: one of {', '.join(sorted(TARGETS))} is "
-            "required, such as target='h100', or None for the local backend"
-        )
-    return TARGETS[name]
+    given = _model(target) if isinstance(target, str) else ""
+    for name, gpu in TARGETS.items():
+        if given in (name, _model(gpu.name)):
+            return gpu
+    raise ValueError(
+        f"unknown target {target!r}: one of {', '.join(sorted(TARGETS))} is "
+        "required, such as target='h100', or None for the local backend"
+    )
+
+
+def _model(name: str) -> str:
+    """A GPU's name in small letters and digits, without its maker and its series."""
+    words = re.sub(r"[^a-z0-9]", "", name.lower())
+    return re.sub(r"^(nvidia|tesla|geforce)+", "", words)

@@ -132,6 +132,7 @@ def test_unknown_target_lists_the_known_ones():
 ])  # fmt: skip
 def test_targets_however_they_are_spelled(spelled, name):
     assert gpu_of(spelled) == TARGETS[name]
+    assert gpu_of(TARGETS[name].name) == TARGETS[name]
 
 
 def test_compute_capabilities():
