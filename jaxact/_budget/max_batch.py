@@ -30,7 +30,7 @@ MOST_COMPILES = 10
 # From this one on, every other halves what is left: predictions may near a bend from
 # one side in small steps.
 _MOST_PREDICTED = 6
-# The first two are of these many multiples: small, but no edge case as a batch of 1.
+# The first two batches are so many multiples: small, but no edge case as a batch of 1.
 _FIRST, _SECOND = 4, 16
 # Where nothing seems to grow with the batch.
 _MOST_BATCH = 2**24

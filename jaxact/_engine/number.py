@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 from jax.extend import core as jex
 
-# Traces that a thread remembers. One that makes no call while so many others do counts
-# from 0 again: its next calls may repeat the noise of its first.
+# Traces that a thread remembers. One that makes no call while so many others do is
+# forgotten: it counts from 0 again, and may repeat its first calls' noise.
 _TRACES = 1024
 
 

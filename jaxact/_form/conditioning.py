@@ -30,8 +30,9 @@ def ill_conditioned(
     needed: Sequence[Atom],
     links: Links,
 ) -> dict[Var, Reason]:
-    """Bases near a pole, also by their sum or outside; in short norms; from factors;
-    weighted by their exponentials; in sums over windows; with unlike rows; also inside.
+    """Bases that stay exact because the program magnifies their rounding, and why.
+
+    Also those that a program inside does so with.
 
     Args:
       facts: which variables are made from more than parameters.
@@ -39,20 +40,18 @@ def ill_conditioned(
       links: the program's.
     """
     jaxpr, classes, producers = chooser.jaxpr, chooser.classes, chooser.producers
-    near = bases_near_poles(jaxpr, classes, links.carried)
-    returned = bases_returned(jaxpr, classes, producers, links.results)
-    reasons = dict.fromkeys(returned, Reason.RETURNED)
-    reasons |= dict.fromkeys(near, Reason.NEAR_POLE)
-    short = bases_in_short_norms(jaxpr, classes, producers)
-    reasons |= dict.fromkeys(short, Reason.SHORT_NORM)
-    complements = bases_in_complements(jaxpr, classes, producers)
-    reasons |= dict.fromkeys(complements, Reason.COMPLEMENT)
-    factors = bases_of_factors(jaxpr, classes, producers)
-    reasons |= dict.fromkeys(factors, Reason.SOLVED_WITH)
-    weighted = bases_of_weighted_scores(chooser, needed)
-    reasons |= dict.fromkeys(weighted, Reason.WEIGHTED)
-    windows = bases_in_windows(jaxpr, classes, producers)
-    reasons |= dict.fromkeys(windows, Reason.UNLIKE_ROWS)
+    program = jaxpr, classes, producers
+    reasons: dict[Var, Reason] = {}
+    for reason, bases in (  # a later one is told
+        (Reason.RETURNED, bases_returned(*program, links.results)),
+        (Reason.NEAR_POLE, bases_near_poles(jaxpr, classes, links.carried)),
+        (Reason.SHORT_NORM, bases_in_short_norms(*program)),
+        (Reason.COMPLEMENT, bases_in_complements(*program)),
+        (Reason.SOLVED_WITH, bases_of_factors(*program)),
+        (Reason.WEIGHTED, bases_of_weighted_scores(chooser, needed)),
+        (Reason.UNLIKE_ROWS, bases_in_windows(*program)),
+    ):
+        reasons |= dict.fromkeys(bases, reason)
     unlike = bases_in_unlike_rows(chooser, needed, reasons)
     reasons |= dict.fromkeys(unlike, Reason.UNLIKE_ROWS)
     read = set(chooser.bases(needed))

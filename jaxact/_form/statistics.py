@@ -124,7 +124,7 @@ def _reduced(jaxpr: Jaxpr, facts: Facts) -> set[Var]:
 def _divisors(
     jaxpr: Jaxpr, spread: Collection[Var], reduced: Collection[Var]
 ) -> set[Var]:
-    """Values by whose elements other ones are divided, though they may be no smaller.
+    """Values that divide other arrays' elements, even if they are no smaller.
 
     Products by which rows are divided, a linear attention's normalizers; segments'
     reductions, which may be as many as elements, and their sums that a product spreads.

@@ -32,7 +32,7 @@ _KINDS = (
 CALLS = frozenset(
     "jit checkpoint custom_vjp custom_jvp_call cond while scan shard_map".split()
 )
-# The scope for local derivatives, below that of the function that they are of.
+# The scope for local derivatives, inside that for their function.
 DERIVATIVE = "derivative"
 
 

@@ -30,7 +30,7 @@ from jaxact._jaxpr.types import (
     Var,
 )
 
-# Explicit ones, of bfloat16.
+# Those that bfloat16 stores.
 _MANTISSA_BITS = 7
 
 

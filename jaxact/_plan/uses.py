@@ -129,7 +129,8 @@ class Uses:
       nonlinear: something nonlinear is computed from it.
       divided: something is divided by it, or its logarithm, root or inverse is taken:
         the noise has no bound.
-      solved: it is a matrix that is factorized or solved with: nor has it here.
+      solved: it is a matrix that is factorized or solved with: the noise has no bound
+        here either.
       ordered: its elements, or those of something computed from it, are put in order.
       bent_again: a loop computes a state from it that is nonlinear in itself a step
         before, which may magnify an error with each step.

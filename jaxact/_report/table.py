@@ -142,7 +142,7 @@ def _small_line(rows: Sequence[ResidualRow]) -> _Line:
 
 
 def _short(dtype: np.dtype) -> str:
-    """A dtype as XLA writes it: 'bf16', 'f32', 'i32'."""
+    """A dtype as in a printed jaxpr: 'bf16', 'f32', 'i32'."""
     return re.sub(
         r"^(bfloat|float|uint|int|complex)(?=\d)",
         lambda m: "bf" if m[0] == "bfloat" else m[0][0],

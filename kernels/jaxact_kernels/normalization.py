@@ -33,7 +33,7 @@ class Normalization:
 
     @property
     def count(self) -> int:
-        """Of the arrays of coefficients."""
+        """How many arrays of coefficients there are."""
         return 1 + self.is_centered
 
     def __call__(self, x: jax.Array, *coefficients: jax.Array) -> jax.Array:

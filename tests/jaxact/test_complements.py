@@ -12,7 +12,7 @@ pytestmark = pytest.mark.unoptimized
 
 X, Y = jax.random.normal(jax.random.key(0), (2, 256, 64))
 W = jax.random.normal(jax.random.key(1), (64, 16)) / 8
-REASON = "a number less a sum of it"
+REASON = "a number minus its sum"
 
 
 def in_ball(x):

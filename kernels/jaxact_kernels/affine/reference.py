@@ -282,7 +282,7 @@ def summarize(groups: jax.Array, layout: Layout, dtype: DTypeLike) -> Summary:
 
 
 def _finite(groups: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-    """Elements for a minimum and for a maximum."""
+    """The elements with infinities replaced: for a minimum, and for a maximum."""
     big = largest(dtype)
     is_infinite = lax.eq(lax.abs(groups), np.float32(np.inf))
     return put(big, is_infinite, groups), put(-big, is_infinite, groups)

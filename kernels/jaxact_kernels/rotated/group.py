@@ -89,7 +89,7 @@ def dropped_bits(group: int) -> int:
 
 
 def norm_exponent(squares: jax.Array, group: int) -> jax.Array:
-    """Of the power of two with which a group's norm is at most 2**13, `int32`.
+    """The e with which a group's norm times 2**e is at most 2**norm_bits, `int32`.
 
     Args:
         squares: `int32`, the sum of squared sizes over each group.
@@ -102,7 +102,7 @@ def norm_exponent(squares: jax.Array, group: int) -> jax.Array:
 
 
 def norm_bits(group: int) -> int:
-    """With it, sums of products with levels fit 32 bits."""
+    """A norm's bits, with which sums of its products with levels fit 32 bits."""
     return 13 if group <= 1024 else 12
 
 
@@ -155,7 +155,7 @@ def level_number(y: jax.Array, bounds: list[jax.Array], bits: int) -> jax.Array:
 
 
 def fraction_bits(bits: int, group: int) -> int:
-    """Of elements between a decoder's transforms, so that these stay below 2**15."""
+    """Elements' fraction in a decoder's transforms, which keeps them below 2**15."""
     most = LEVELS[bits][-1] if bits in LEVELS else 2**bits - 1
     return math.floor(15 - math.log2(most * math.sqrt(group)))
 

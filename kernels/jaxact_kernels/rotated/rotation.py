@@ -55,7 +55,8 @@ def rotate(x: jax.Array, keys: jax.Array, unit: jax.Array) -> jax.Array:
     Args:
         x: the groups.
         keys: `uint32`, one for each group.
-        unit: for each group a power of two, with which its norm is at most 2**13.
+        unit: for each group a power of two, with which its norm is at most
+            `2**norm_bits(group)`.
 
     Returns:
         Integers: the rotated elements times `unit * 2**FRACTION_BITS`.
