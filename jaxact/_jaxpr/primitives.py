@@ -86,7 +86,10 @@ MATMULS = frozenset(["dot_general", "conv_general_dilated"])
 # The backward pass solves with a solver's operands, and divides by differences between
 # a factorization's results: that is no product, and with a rounded matrix it can be
 # unbounded.
-SOLVERS = frozenset("triangular_solve custom_linear_solve tridiagonal_solve".split())
+# Lineax's is the last one.
+SOLVERS = frozenset(
+    "triangular_solve custom_linear_solve tridiagonal_solve linear_solve".split()
+)
 FACTORIZATIONS = frozenset("lu cholesky eigh eig qr geqrf svd schur hessenberg".split())
 
 # Calls. `pjit` and `closed_call` are 0.10 names; `eval_jaxpr` remains in 0.12 after

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.extend import core as jex
 
 from jaxact._jaxpr.compat import open_jaxpr
 from jaxact._jaxpr.read import is_float, variables_in
@@ -41,6 +42,20 @@ def cubed(x):
 
 
 cubed.defvjp(lambda x: (x**3, x), lambda x, ct: (3 * jnp.exp(2 * jnp.log(x)) * ct,))
+
+linear_solve_p = jex.Primitive("linear_solve")  # as Lineax has it
+linear_solve_p.def_abstract_eval(lambda matrix, vector: vector)
+
+
+@jax.custom_vjp
+def solved(vector, matrix):
+    return linear_solve_p.bind(matrix, vector)
+
+
+solved.defvjp(
+    lambda vector, matrix: (solved(vector, matrix), matrix),
+    lambda matrix, ct: (linear_solve_p.bind(matrix, ct), jnp.zeros_like(matrix)),
+)
 
 LINEAR = (False, False, False)
 ROWS = jnp.array([2, 0])
@@ -111,6 +126,7 @@ def test_recomputing_is_nonlinear_wherever_it_is(f, wrap):
         lambda x, w: lax.cond(
             True, lambda y: jnp.linalg.solve(w + 4 * jnp.eye(4), y), lambda y: y, x.T
         ),
+        lambda x, w: solved(x, jnp.sin(w)),
         lambda x, w: jax.scipy.special.xlogy(x, x),
         jax.checkpoint(lambda x, w: jnp.log(x)),
     ],
