@@ -56,6 +56,7 @@ def parser(doc: str | None, policies: Iterable[str]) -> argparse.ArgumentParser:
     )
     add(
         "--target",
+        type=str.lower,
         choices=TARGETS,
         help="compiled memory of this GPU too, none attached (Linux only)",
     )
@@ -67,10 +68,10 @@ def at_least_one(text: str) -> int:
     """A count on the command line.
 
     Raises:
-      argparse.ArgumentTypeError: it is less than 1.
+      argparse.ArgumentTypeError: it is no integer, or less than 1.
     """
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: an integer from 1 on is required")
     return int(text)
 
 

@@ -15,6 +15,7 @@ CIFAR-10 in this form has images of [32, 32, 3] and ten classes. To make a file:
 """
 
 import itertools
+import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +61,7 @@ def load(path: Path | None = None) -> Images:
     fields = digits() if path is None else read(path)
     pixels = fields["train_images"].astype(np.float32)
     mean, deviation = pixels.mean((0, 1, 2)), pixels.std((0, 1, 2))
+    deviation = np.where(deviation > 0, deviation, 1)  # an empty channel
     normalize = lambda x: (x.astype(np.float32) - mean) / deviation
     return Images(
         name="handwritten digits" if path is None else path.stem,
@@ -102,10 +104,12 @@ class Text:
 def load_text(path: Path | None = None) -> Text:
     """The text of the file at `path`, or Python's help."""
     text = python_help() if path is None else read_text(path)
-    alphabet, numbers = np.unique(list(text), return_inverse=True)
-    train, validation = np.split(numbers.astype(np.int32), [len(text) * 9 // 10])
+    alphabet = "".join(sorted(set(text)))
+    numbers = {character: number for number, character in enumerate(alphabet)}
+    found = np.array([numbers[character] for character in text], np.int32)
+    train, validation = np.split(found, [len(text) * 9 // 10])
     name = "Python's help" if path is None else path.stem
-    return Text(name, train, validation, "".join(alphabet))
+    return Text(name, train, validation, alphabet)
 
 
 def read_text(path: Path) -> str:
@@ -124,15 +128,32 @@ def python_help() -> str:
 
 
 def read(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of an .npz file, checked for the fields above."""
+    """The arrays of an .npz file, checked for the fields above.
+
+    Raises:
+      ValueError: no such file, a field is missing or has another shape.
+    """
+    required = f"an .npz with {', '.join(FIELDS)} is required, see examples/data.py"
+    if not zipfile.is_zipfile(path):
+        path.stat()  # "no such file"
+        raise ValueError(f"{path}: {required}")
     with np.load(path) as file:
         missing = [name for name in FIELDS if name not in file]
         if missing:
             raise ValueError(
-                f"{path} lacks {', '.join(missing)}; it holds {', '.join(file)}. "
-                f"An .npz with {', '.join(FIELDS)} is required."
+                f"{path} lacks {', '.join(missing)}; it holds {', '.join(file)}: "
+                + required
             )
-        return {name: file[name] for name in FIELDS}
+        fields = {name: file[name] for name in FIELDS}
+    for part in ("train", "test"):
+        images, labels = fields[f"{part}_images"], fields[f"{part}_labels"]
+        if images.ndim != 4 or labels.shape != images.shape[:1] or not len(images):
+            raise ValueError(
+                f"{path}: {part}_images {list(images.shape)} and {part}_labels "
+                f"{list(labels.shape)}: [N, height, width, channels] and [N] are "
+                "required, N at least 1"
+            )
+    return fields
 
 
 def digits() -> dict[str, np.ndarray]:
@@ -165,10 +186,20 @@ def windows(
         yield text[starts + np.arange(length)]
 
 
+def check_batch(size: int, count: int) -> None:
+    """Raise `ValueError` where so many images make no full batch."""
+    if size > count:
+        raise ValueError(
+            f"a batch of {size} images: {count} are there to learn from; give --batch "
+            f"{count} or less"
+        )
+
+
 def batches(
     images: np.ndarray, labels: np.ndarray, size: int, seed: int
 ) -> Iterator[Batch]:
     """One epoch of full batches, in an order that `seed` fixes."""
+    check_batch(size, len(images))
     order = np.random.default_rng(seed).permutation(len(images))
     for start in range(0, len(order) - size + 1, size):
         chosen = order[start : start + size]

@@ -158,11 +158,13 @@ def pretrained(folder: Path, options: argparse.Namespace) -> Path:
     size = replace(SMALL, steps=options.base_steps)
     learned, _ = split(np.frombuffer(data.python_help().encode(), np.uint8))
     block = block_of(BASE, jaxact.Policy(options.bits))
+    # Adapters of its own first weights would add nothing new to them.
+    key = jax.random.fold_in(jax.random.key(options.seed), 1)
     print(f"Without --model: a small decoder learns Python's help, {size.steps} steps")
     first = loop.Training(
         name="a small decoder on Python's help",
         num_steps=size.steps,
-        init=lambda: (jax.jit(BASE.init)(jax.random.key(options.seed)), ()),
+        init=lambda: (jax.jit(BASE.init)(key), ()),
         loss=lambda _: lambda params, _, tokens: (BASE.loss(params, tokens, block), ()),
         optimizer=optax.adam(schedule(size.peak_rate, size.steps)),
         batches=functools.partial(windows, learned, BASE.length, size, options.seed),

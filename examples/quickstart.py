@@ -194,7 +194,7 @@ def parser() -> argparse.ArgumentParser:
 def run(options: argparse.Namespace) -> None:
     """Train both networks and print the tables."""
     images = data.load(options.data)
-
+    data.check_batch(options.batch, len(images.train_images))
     policy = jaxact.Policy(
         bits=options.bits, recompute=jax.checkpoint_policies.dots_saveable
     )

@@ -209,7 +209,10 @@ def test_counts_of_none_are_refused(option, capsys):
 
     with pytest.raises(SystemExit):
         loop.parser("").parse_args([option, "0"])
-    assert f"argument {option}: 0 is less than 1" in capsys.readouterr().err
+    assert (
+        f"argument {option}: 0: an integer from 1 on is required"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("example", ["loop", "quickstart", "graph", "lora"])

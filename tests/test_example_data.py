@@ -1,0 +1,55 @@
+"""The files that examples read: what is wrong with one is said."""
+
+import numpy as np
+import pytest
+
+from examples import data
+
+
+def images_of(shape, labels):
+    images = np.zeros(shape, np.uint8)
+    names = np.array(["a", "b"])
+    fields = {"train_images": images, "train_labels": np.zeros(labels, int)}
+    tests = {"test_images": images, "test_labels": np.zeros(labels, int)}
+    return fields | tests | {"class_names": names}
+
+
+@pytest.mark.parametrize(
+    "shape, labels, message",
+    [
+        ((4, 8, 8), 4, r"train_images \[4, 8, 8\] .*height, width, channels"),
+        ((4, 8, 8, 3), 3, r"train_labels \[3\]"),
+        ((0, 8, 8, 3), 0, "N at least 1"),
+    ],
+)
+def test_arrays_with_other_shapes(shape, labels, message, tmp_path):
+    np.savez(tmp_path / "data.npz", **images_of(shape, labels))
+    with pytest.raises(ValueError, match=message):
+        data.load(tmp_path / "data.npz")
+
+
+def test_a_file_that_is_no_archive(tmp_path):
+    np.save(tmp_path / "data.npy", np.zeros(4))
+    whole = tmp_path / "data.npz"
+    np.savez(whole, **images_of((4, 8, 8, 3), 4))
+    whole.write_bytes(whole.read_bytes()[:1000])
+    for path in (tmp_path / "data.npy", whole):
+        with pytest.raises(ValueError, match="an .npz with train_images, .* required"):
+            data.load(path)
+
+
+def test_a_batch_with_more_images_than_there_are(tmp_path):
+    np.savez(tmp_path / "data.npz", **images_of((4, 8, 8, 3), 4))
+    images = data.load(tmp_path / "data.npz")
+    assert np.isfinite(images.train_images).all()  # a channel without deviation
+    assert len(next(images.training_batches(4, seed=0, start=0))[0]) == 4
+    with pytest.raises(ValueError, match="4 are there to learn from"):
+        next(images.training_batches(5, seed=0, start=0))
+
+
+def test_a_text_with_any_character(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("b\0ab" * 10, encoding="utf-8")
+    text = data.load_text(path)
+    assert text.alphabet == "\0ab"
+    np.testing.assert_array_equal(text.train[:4], [2, 0, 1, 2])
