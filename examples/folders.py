@@ -55,6 +55,7 @@ class ImageFolders:
 
     def training_batches(self, size: int, seed: int, start: int) -> Iterator[Batch]:
         """Endless batches of random crops; the first `start` of them are left out."""
+        self.files("val")  # wanted after the training
         paths, labels = self.files("train")
         per_epoch = len(paths) // size
         if not per_epoch:

@@ -94,6 +94,9 @@ POLICIES: dict[str, Callable[[int, Measure], jaxact.Policy | None]] = {
     "acgc": lambda _, measure: policies.acgc(0.1, measured=measure(DEFAULT)),
 }
 
+# Those to which `--bits` makes no difference.
+WITHOUT_BITS = frozenset(["none", "actnn", "acgc"])
+
 
 def main(doc: str | None, training: Callable[[argparse.Namespace], Training]) -> None:
     """Run the training that the command line describes."""
@@ -110,7 +113,7 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 def run(training: Training, options: argparse.Namespace) -> State:
     """Train, from the last checkpoint on; print the score and the memory."""
     console = Console(quiet=jax.process_index() > 0)
-    bits = "" if options.policy == "none" else f", {options.bits} bits"
+    bits = "" if options.policy in WITHOUT_BITS else f", {options.bits} bits"
     console.print(f"{training.name}; policy {options.policy}{bits}")
     if options.dry_run:
         state, table = dry_run(training, options)

@@ -3,7 +3,7 @@
 import argparse
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,10 @@ import jax
 import orbax.checkpoint as ocp
 
 RECORD = "run.json"
+# Options that change no training, and those that its name tells.
+_LEFT_OUT = frozenset(
+    "checkpoint save_every target dry_run output data steps batch size".split()
+)
 
 
 @contextlib.contextmanager
@@ -46,21 +50,31 @@ def record(folder: Path | None, name: str, options: argparse.Namespace) -> None:
     """
     if folder is None:
         return
-    training = {"training": name, "policy": options.policy, "seed": options.seed}
-    if options.policy != "none":
-        training["bits"] = options.bits
+    own = {key: value for key, value in vars(options).items() if key not in _LEFT_OUT}
+    if options.policy == "none":
+        del own["bits"]
+    training = json.loads(json.dumps({"training": name} | own, default=str))
     path = folder / RECORD
     if path.exists():
         earlier = json.loads(path.read_text())
         if earlier != training:
+            changed = [
+                key
+                for key in earlier | training
+                if earlier.get(key) != training.get(key)
+            ]
             raise ValueError(
-                f"--checkpoint {folder} holds {_described(earlier)}; this is "
-                f"{_described(training)}. Give another folder, or the same options."
+                f"--checkpoint {folder} holds {_described(earlier, changed)}; this is "
+                f"{_described(training, changed)}. Give another folder, or the same "
+                "options."
             )
     elif jax.process_index() == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(training))
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(training))
+        part.replace(path)
 
 
-def _described(training: dict[str, Any]) -> str:
-    return ", ".join(f"{key} {value}" for key, value in training.items())
+def _described(training: dict[str, Any], keys: Sequence[str]) -> str:
+    known = [f"{key} {training[key]}" for key in keys if key in training]
+    return ", ".join(known) or "one without it"

@@ -98,6 +98,11 @@ def paragraphs(encode: Callable[[str], list[int]], length: int) -> Paragraphs:
 
 
 def training(options: argparse.Namespace) -> loop.Training:
+    if options.data or options.size != "small":
+        raise ValueError(
+            "the paragraphs are those in Python's help, and the network has one size: "
+            "leave out --data and --size"
+        )
     net, pretrained, encode = encoder()
     found = paragraphs(encode, min(LENGTH, net.length))
     held_out = np.arange(len(found.topics)) % HELD_OUT == 0

@@ -217,6 +217,11 @@ class TextTask(Task):
             scanned=False,
             dtype=jnp.float32,
         )
+        fewest = 640 * (self.net.length + 1)  # 64 windows in the last tenth
+        if len(self.text.train) + len(self.text.validation) < fewest:
+            raise ValueError(
+                f"{self.text.name}: {fewest} characters are required, to score a tenth"
+            )
         self.batch_size = 16
         self.optimizer = optax.adamw(schedule(3e-3, self.num_steps), weight_decay=0.1)
         self.name = f"GPT, {self.text.name}, {self.num_steps} steps"

@@ -22,7 +22,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="fuzz", description=__doc__)
     parser.add_argument("--count", type=int, default=300, help="programs")
     parser.add_argument("--seed", type=int, default=0, help="of the first program")
-    parser.add_argument("--only", type=int, nargs="*", help="these seeds")
+    parser.add_argument("--only", type=int, nargs="+", help="these seeds")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--shrink", type=int, default=100, help="attempts a failure")
     options = parser.parse_args()
