@@ -23,7 +23,7 @@ from jaxact._jaxpr.labels import (
     visible,
 )
 from jaxact._jaxpr.primitives import TRANSPARENT
-from jaxact._jaxpr.read import call_body, is_literal
+from jaxact._jaxpr.read import call_body, is_literal, producers_of
 from jaxact._jaxpr.source import source_line
 from jaxact._jaxpr.types import Atom, Dtype, Eqn, Jaxpr, Producers, Var
 
@@ -196,7 +196,7 @@ class Provenance:
     def producers(self, jaxpr: Jaxpr) -> Producers:
         """The equation that computes each variable; indexed once for each jaxpr."""
         if id(jaxpr) not in self._indexed:  # the program keeps its jaxprs alive
-            self._indexed[id(jaxpr)] = {v: e for e in jaxpr.eqns for v in e.outvars}
+            self._indexed[id(jaxpr)] = producers_of(jaxpr.eqns)
         return self._indexed[id(jaxpr)]
 
     def name_of(self, eqn: Eqn) -> Name:

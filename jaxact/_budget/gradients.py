@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from jaxact._jaxpr.flow import fact_of, flow
 from jaxact._jaxpr.labels import module_path, visible
-from jaxact._jaxpr.read import variables_in
+from jaxact._jaxpr.read import num_bytes, variables_in
 from jaxact._jaxpr.types import Eqn, Jaxpr, Var
 from jaxact._residual import is_within
 
@@ -32,7 +32,7 @@ def gradient_bytes(program: Jaxpr, calls: Sequence[str]) -> dict[str, int]:
             continue
         path = visible(module_path(str(eqn.source_info.name_stack)))
         owner = next((key for key in paths if is_within(path, key)), "")
-        found[owner] += v.aval.size * v.aval.dtype.itemsize
+        found[owner] += num_bytes(v)
     return found
 
 

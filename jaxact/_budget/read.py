@@ -21,6 +21,7 @@ from jaxact._codec import Action, Bias, Exact, Recompute
 from jaxact._decision import Decision
 from jaxact._engine.warnings import CompressionWarning
 from jaxact._jaxpr.primitives import ELEMENTWISE
+from jaxact._jaxpr.read import num_bytes
 from jaxact._jaxpr.types import Jaxpr
 from jaxact._memory.compiling import trace
 from jaxact._memory.targets import Gpu
@@ -171,7 +172,7 @@ def read_problem(
         reader.seconds,
         measured is not None,
         reader.flops_per_second,
-        sum(v.aval.size * v.aval.dtype.itemsize for v in stored.program.invars),
+        sum(map(num_bytes, stored.program.invars)),
     )
 
 

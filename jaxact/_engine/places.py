@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Sequence
 
 from jaxact._engine.evaluation import Order, has_product
-from jaxact._jaxpr.read import variables_in
+from jaxact._jaxpr.read import num_bytes, variables_in
 from jaxact._jaxpr.types import Eqn, Var
 
 # A place is compared with those up to so many products ahead: those of a block. A
@@ -94,7 +94,7 @@ def _live_bytes(eqns: Sequence[Eqn], order: Order) -> list[int]:
         made |= {v: i + 1 for v in eqn.outvars if v in order.continuing}
     changes = [0] * (len(eqns) + 1)
     for v, i in read.items():
-        count = v.aval.size * v.aval.dtype.itemsize
+        count = num_bytes(v)
         changes[made[v]] += count
         changes[i + 1] -= count
     return list(itertools.accumulate(changes))[:-1]

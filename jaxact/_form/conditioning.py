@@ -21,6 +21,7 @@ from jaxact._form.weighted_scores import bases_of_weighted_scores
 from jaxact._form.windows import bases_in_windows
 from jaxact._jaxpr.flow import Facts, fact_of
 from jaxact._jaxpr.links import Links
+from jaxact._jaxpr.read import producers_of
 from jaxact._jaxpr.types import Atom, Var
 
 
@@ -77,7 +78,7 @@ def _found_inside(
       leaving: outputs of the equation that leave the call.
     """
     program, facts = inside.program, inside.facts
-    producers = {v: eqn for eqn in program.eqns for v in eqn.outvars}
+    producers = producers_of(program.eqns)
     own = Chooser(program, classify(program, 0, facts, _inputs(inside)), producers)
     links = Links(results=[v for v, output in inside.outputs if output in leaving])
     return own, ill_conditioned(own, facts, program.outvars, links)

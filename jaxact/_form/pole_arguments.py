@@ -13,7 +13,13 @@ from types import MappingProxyType
 
 from jaxact._form.intervals import REALS, Interval, find_intervals, interval_of
 from jaxact._jaxpr.primitives import EXPONENTIALS, MOVES, POLES, SELECTIONS, SUMS
-from jaxact._jaxpr.read import equations_behind, is_literal, is_square, variables_in
+from jaxact._jaxpr.read import (
+    equations_behind,
+    is_literal,
+    is_square,
+    producers_of,
+    variables_in,
+)
 from jaxact._jaxpr.types import Atom, Eqn, Jaxpr, Producers, Var
 
 # An argument that stays this far from the pole has slopes within 10 (a logarithm's)
@@ -60,7 +66,7 @@ class Arguments:
 
     @functools.cached_property
     def _producers(self) -> Producers:
-        return {v: eqn for eqn in self.jaxpr.eqns for v in eqn.outvars}
+        return producers_of(self.jaxpr.eqns)
 
     def behind(self, with_sums: bool) -> set[Var]:
         """Values that they are made from, scaled, selected and added.

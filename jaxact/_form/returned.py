@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from jaxact._form.intervals import Interval, find_intervals, interval_of
 from jaxact._form.pole_arguments import MARGIN, adds_few, is_mixture, is_scaling
 from jaxact._jaxpr.primitives import MOVES
-from jaxact._jaxpr.read import equations_behind, variables_in
+from jaxact._jaxpr.read import equations_behind, producers_of, variables_in
 from jaxact._jaxpr.types import Eqn, Jaxpr, Producers, Var
 
 _CLIPS = frozenset("max min clamp".split())
@@ -21,7 +21,7 @@ def values_returned(jaxpr: Jaxpr, results: Sequence[Var]) -> set[Var]:
     if not results:
         return set()
     intervals = find_intervals(jaxpr)
-    producers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    producers = producers_of(jaxpr.eqns)
     found: set[Var] = set()
 
     def is_followed(eqn: Eqn) -> bool:

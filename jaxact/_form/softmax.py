@@ -31,6 +31,7 @@ from jaxact._jaxpr.read import (
     is_literal,
     keeps_elements,
     names_inside,
+    producers_of,
     readers_of,
     variables_in,
 )
@@ -87,7 +88,7 @@ class Softmax:
 
 def softmaxes(jaxpr: Jaxpr) -> Iterator[Softmax]:
     """The softmaxes in a program of which nothing but the output is read."""
-    producers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    producers = producers_of(jaxpr.eqns)
     readers = readers_of(jaxpr.eqns)
     outputs = set(variables_in(jaxpr.outvars))
     for eqn in jaxpr.eqns:

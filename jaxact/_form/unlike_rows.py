@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable
 from jaxact._form.chooser import Chooser
 from jaxact._form.norms import Norms, norms_in
 from jaxact._jaxpr.compat import open_jaxpr
-from jaxact._jaxpr.read import variables_in
+from jaxact._jaxpr.read import producers_of, variables_in
 from jaxact._jaxpr.rewrite import flatten, inlinable_body
 from jaxact._jaxpr.types import Atom, Eqn, Var
 
@@ -60,6 +60,6 @@ def _is_scaled_exponential(v: Var, norms: Norms) -> bool:
 def _is_divided(scan: Eqn, x: Var) -> bool:
     """Whether the body of a scan divides an array that it is given by its sums."""
     body, _ = flatten(open_jaxpr(scan.params["jaxpr"])[0], inlinable_body)
-    norms = norms_in(body, {v: eqn for eqn in body.eqns for v in eqn.outvars})
+    norms = norms_in(body, producers_of(body.eqns))
     pairs = zip(body.invars, scan.invars, strict=True)
     return any(norms.normalizing(v) is not None for v, given in pairs if given is x)

@@ -58,6 +58,11 @@ def equations_behind(
         seen.update(new)
 
 
+def producers_of(eqns: Sequence[Eqn]) -> Producers:
+    """For each variable that equations compute, the one that does."""
+    return {v: eqn for eqn in eqns for v in eqn.outvars}
+
+
 def readers_of(eqns: Sequence[Eqn]) -> dict[Var, list[Eqn]]:
     """For each variable the equations that read it, each once, in order."""
     readers: dict[Var, list[Eqn]] = {}
@@ -70,6 +75,11 @@ def readers_of(eqns: Sequence[Eqn]) -> dict[Var, list[Eqn]]:
 def is_float(v: Atom) -> bool:
     """Whether a variable can have a gradient."""
     return jnp.issubdtype(v.aval.dtype, jnp.inexact)
+
+
+def num_bytes(v: Atom) -> int:
+    """The memory that an array takes."""
+    return v.aval.size * v.aval.dtype.itemsize
 
 
 def is_complex(v: Atom) -> bool:

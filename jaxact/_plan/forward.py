@@ -18,7 +18,7 @@ from jax.stages import Wrapped
 from jaxact._jaxpr.compat import open_jaxpr
 from jaxact._jaxpr.evaluate import trace_jitted
 from jaxact._jaxpr.primitives import RESHAPES
-from jaxact._jaxpr.read import is_literal, variables_in
+from jaxact._jaxpr.read import is_literal, producers_of, variables_in
 from jaxact._jaxpr.rewrite import with_outputs, without_unused
 from jaxact._jaxpr.types import (
     Array,
@@ -58,7 +58,7 @@ class Backward:
 
         The gradient of a weight that the program casts is cast last.
         """
-        producers = {v: eqn for eqn in self.eqns for v in eqn.outvars}
+        producers = producers_of(self.eqns)
         return [_narrowest(v, producers) for v in self.gradients]
 
 

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
 from jaxact._jaxpr.primitives import RESHAPES
-from jaxact._jaxpr.read import is_elementwise, variables_in
+from jaxact._jaxpr.read import is_elementwise, producers_of, variables_in
 from jaxact._jaxpr.rewrite import prune, with_inputs, with_outputs
 from jaxact._jaxpr.types import Atom, Eqn, Jaxpr, Var
 
@@ -56,7 +56,7 @@ def _last(jaxpr: Jaxpr, outputs: Sequence[Atom], saved: Sequence[Atom]) -> list[
     memory anyway.
     """
     program = _Program(
-        {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars},
+        producers_of(jaxpr.eqns),
         collections.Counter(v for e in jaxpr.eqns for v in variables_in(e.invars)),
         {*variables_in(saved), *jaxpr.constvars, *jaxpr.invars},
     )

@@ -12,7 +12,7 @@ from jaxact._decision import Decision, Reason, Remark
 from jaxact._jaxpr.flow import fact_of, flow, union
 from jaxact._jaxpr.labels import DERIVATIVE
 from jaxact._jaxpr.primitives import CHECKPOINTS
-from jaxact._jaxpr.read import programs_in, variables_in
+from jaxact._jaxpr.read import num_bytes, programs_in, variables_in
 from jaxact._jaxpr.types import Atom, Eqn, Jaxpr, Var
 from jaxact._plan.mark import mark_p
 from jaxact._policy import Policy, Rule
@@ -118,7 +118,7 @@ class _Bytes(NamedTuple):
 def _bytes_of(variables: Sequence[Var], copies: int = 1) -> _Bytes:
     total = _Bytes()
     for v in variables:
-        size = v.aval.size * v.aval.dtype.itemsize * copies
+        size = num_bytes(v) * copies
         total += _Bytes(size, size if _is_on_host(v) else 0)
     return total
 
