@@ -16,7 +16,7 @@ from jaxact._jaxpr.types import Eqn, Var
 from jaxact._plan.reading import Reading
 
 _Test: TypeAlias = Callable[[Eqn], bool]
-_PRODUCTS = frozenset("mul div select_n".split())
+_MULTIPLYING = frozenset("mul div select_n".split())
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +106,7 @@ def _is_product(eqn: Eqn, alike: int = 1) -> bool:
       alike: arrays with no more elements do not count.
     """
     arrays = [v for v in variables_in(eqn.invars) if v.aval.size > alike]
-    is_product = eqn.primitive.name in _PRODUCTS and len(arrays) > 1
+    is_product = eqn.primitive.name in _MULTIPLYING and len(arrays) > 1
     return is_product or bool(programs_in(eqn))
 
 

@@ -13,7 +13,16 @@ import numpy as np
 
 from jaxact._form.maxima import is_at_most
 from jaxact._jaxpr.compat import custom_vjp_body, open_jaxpr, scan_counts
-from jaxact._jaxpr.primitives import JOINS, MOVES, SCATTERS, SELECTIONS, TRANSPARENT
+from jaxact._jaxpr.primitives import (
+    COMPARISONS,
+    EXTREMES,
+    JOINS,
+    MOVES,
+    RUNNING_EXTREMES,
+    SCATTERS,
+    SELECTIONS,
+    TRANSPARENT,
+)
 from jaxact._jaxpr.read import call_body, is_literal, is_square
 from jaxact._jaxpr.types import Atom, Eqn, Jaxpr, Producers, Var
 
@@ -30,9 +39,9 @@ _RANGES: dict[str, Interval] = {
     "sin": (-1.0, 1.0),
     "cos": (-1.0, 1.0),
 }
-_COMPARISONS = frozenset("gt ge lt le".split())
+_ORDERINGS = COMPARISONS - {"eq", "ne"}
 # Elements of the first operand.
-_EXTREMES = frozenset("reduce_max reduce_min cummax cummin sort top_k".split())
+_CHOSEN = EXTREMES | RUNNING_EXTREMES | {"sort", "top_k"}
 
 
 def find_intervals(
@@ -50,7 +59,7 @@ def find_intervals(
         intervals.update(_from_inside(eqn, intervals))
         # The others that sort and top_k have are indices.
         parts = eqn.outvars if eqn.primitive.name in SELECTIONS else eqn.outvars[:1]
-        if parts == eqn.outvars or eqn.primitive.name in _EXTREMES:
+        if parts == eqn.outvars or eqn.primitive.name in _CHOSEN:
             operands = [interval_of(v, intervals) for v in eqn.invars]
             if eqn.primitive.name == "select_n":
                 operands = _selected(eqn, operands, producers, intervals)
@@ -78,7 +87,7 @@ def _result(eqn: Eqn, operands: Sequence[Interval]) -> Interval:
     name = eqn.primitive.name
     if name in _RANGES:
         return _RANGES[name]
-    if name in MOVES | SELECTIONS | _EXTREMES:
+    if name in MOVES | SELECTIONS | _CHOSEN:
         return operands[0]
     if name in JOINS:
         return _hull(*operands)
@@ -142,7 +151,7 @@ def _selected(
     comparison = None if is_literal(test) else producers.get(test)
     if comparison is None or len(cases) != 2:
         return [*operands]
-    if comparison.primitive.name not in _COMPARISONS:
+    if comparison.primitive.name not in _ORDERINGS:
         return [*operands]
     x, bound = comparison.invars
     lo, hi = interval_of(bound, intervals)

@@ -5,7 +5,7 @@ activation, however few elements it adds: a maximum over two features, or a matr
 product that is written as a sum (`optax.ntxent` has one).
 """
 
-from jaxact._jaxpr.primitives import JOINS, MATMULS, MOVES, POLES, SELECTIONS
+from jaxact._jaxpr.primitives import JOINS, MATMULS, MOVES, SELECTIONS, WITH_POLES
 from jaxact._jaxpr.read import (
     contracts,
     is_float,
@@ -18,9 +18,9 @@ from jaxact._jaxpr.read import (
 from jaxact._jaxpr.types import Eqn, Jaxpr, Var
 
 # Besides inverses, see `is_inverse`.
-_WITH_POLES = frozenset(POLES) | {"pow"}
+_OTHER_POLES = WITH_POLES - {"div"}
 # Results that are near zero where an operand is, or that an epsilon keeps away from it.
-_SCALING = (MOVES | JOINS | SELECTIONS) | frozenset(
+_SMALL_TOGETHER = (MOVES | JOINS | SELECTIONS) | frozenset(
     "abs neg mul div max min add sub add_any select_n clamp square integer_pow".split()
 )
 
@@ -50,7 +50,7 @@ def magnified_in(jaxpr: Jaxpr) -> set[Var]:
         if keeps_elements(eqn) or name in JOINS | SELECTIONS:
             if not repeated.isdisjoint(eqn.outvars):
                 repeated.update(inputs)
-            if name in _SCALING and not near.isdisjoint(eqn.outvars):
+            if name in _SMALL_TOGETHER and not near.isdisjoint(eqn.outvars):
                 near.update(inputs)
         if name == "gather" or (programs_in(eqn) and not keeps_elements(eqn)):
             repeated.update(inputs)
@@ -62,7 +62,7 @@ def magnified_in(jaxpr: Jaxpr) -> set[Var]:
             near.update(divisors if whole.isdisjoint(divisors) else inputs)
         elif name == "mul":
             near.update(() if whole.isdisjoint(inverses) else inputs)
-        elif not _WITH_POLES.isdisjoint(names_inside(eqn)) or is_inverse(eqn):
+        elif not _OTHER_POLES.isdisjoint(names_inside(eqn)) or is_inverse(eqn):
             near.update(inputs)
     return repeated | near
 

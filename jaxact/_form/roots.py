@@ -7,7 +7,7 @@ from jaxact._jaxpr.read import is_literal
 from jaxact._jaxpr.types import Atom, Producers, Var
 
 # Operations that leave elements, and their order.
-_RESHAPES = frozenset("broadcast_in_dim reshape squeeze expand_dims".split())
+_IN_ORDER = frozenset("broadcast_in_dim reshape squeeze expand_dims".split())
 # Results that are an operand, or near it.
 _BOUNDING = frozenset("mul add max min clamp select_n".split())
 _LOGARITHMS = frozenset(["log", "log2"])
@@ -46,7 +46,7 @@ def root_in(factor: Var, producers: Producers) -> Root | None:
         falls = _is_falling_power(v, producers)
         if falls is not None:
             return Root(v, falls, falls != is_over)
-        if name in _BOUNDING | _RESHAPES | CASTS | COPIES:
+        if name in _BOUNDING | _IN_ORDER | CASTS | COPIES:
             todo += [(u, is_over) for u in inputs]
         elif name == "div":
             todo += [(inputs[0], is_over), (last, not is_over)]
@@ -80,7 +80,7 @@ def _is_negative_logarithm(v: Atom, producers: Producers) -> bool | None:
             if name == "div" and is_literal(inputs[0]):
                 return None
             v = next(u for u in inputs if u is not number)
-        elif name == "neg" or name in _RESHAPES | CASTS | COPIES:
+        elif name == "neg" or name in _IN_ORDER | CASTS | COPIES:
             is_negative ^= name == "neg"
             v = inputs[0]
         else:

@@ -42,7 +42,7 @@ from jaxact._plan.storage import Normalized
 # Groups with the default size hold one row if it has at least so many elements.
 _LONG_ROW = 128
 # Results that grow and shrink with an operand: a mask or a weight is in them at most.
-_SCALING = (
+_GROWING = (
     CASTS | COPIES | frozenset("abs neg mul div max add add_any select_n".split())
 )
 _MAXIMA = frozenset("reduce_max cummax pmax scatter-max scatter_max".split())
@@ -119,7 +119,7 @@ class RowSums:
         name, inputs = eqn.primitive.name, eqn.invars
         if name == "square" or (name == "integer_pow" and eqn.params["y"] > 0):
             degree *= eqn.params.get("y", 2)
-        elif name not in _SCALING:
+        elif name not in _GROWING:
             return
         elif name == "mul" and inputs[0] is inputs[1]:
             degree *= 2
@@ -248,7 +248,7 @@ class RowSums:
                 name = eqn.primitive.name
                 is_numerator = name != "div" or eqn.invars[0] is v
                 is_bounded = name == "max" and not _is_by_numbers(eqn)
-                if name in _SCALING | MOVES and is_numerator and not is_bounded:
+                if name in _GROWING | MOVES and is_numerator and not is_bounded:
                     todo += [out for out in eqn.outvars if out not in seen]
                     seen.update(eqn.outvars)
         return False
@@ -294,7 +294,7 @@ def _result(eqn: Eqn, image: _Image) -> _Image | None:
         return None  # a residual join
     if name == "div" and eqn.invars[0] is not v:
         return None
-    if name in _SCALING and is_same:
+    if name in _GROWING and is_same:
         return _Image(out, axes, degree * (1 + is_square(eqn)), total)
     if name in ("reduce_sum", "reduce_max"):
         left = [i for k, i in enumerate(axes) if k not in eqn.params["axes"]]

@@ -11,7 +11,7 @@ from jaxact._jaxpr.read import is_literal, readers_of, variables_in
 from jaxact._jaxpr.rewrite import new_equation, new_literal, new_variable, rename
 from jaxact._jaxpr.types import Atom, Eqn, Jaxpr, Renaming, Var
 
-_SUMS = frozenset("add add_any sub neg copy convert_element_type".split())
+_LINEAR_SUMS = frozenset("add add_any sub neg copy convert_element_type".split())
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -121,7 +121,7 @@ def _scaled(eqn: Eqn, moving: Collection[Var], source: Mapping[Var, Var]) -> Var
         if not is_literal(divisor) and divisor in moving:
             return None
         operands = operands[:1]
-    elif name not in _SUMS:
+    elif name not in _LINEAR_SUMS:
         return None
     sources: set[Atom] = set()
     for v in operands:

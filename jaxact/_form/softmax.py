@@ -26,7 +26,7 @@ from jaxact._form.returned import values_returned
 from jaxact._form.statistics import contracted_in
 from jaxact._jaxpr.evaluate import bind, traced_at, value_of
 from jaxact._jaxpr.links import Links
-from jaxact._jaxpr.primitives import CASTS, LABELS, POLES, VIEWS
+from jaxact._jaxpr.primitives import CASTS, LABELS, VIEWS, WITH_POLES
 from jaxact._jaxpr.read import (
     is_literal,
     keeps_elements,
@@ -51,9 +51,6 @@ from jaxact._jaxpr.types import (
 )
 from jaxact._plan.again import again
 from jaxact._plan.fusion import narrowed
-
-# Some are called inside custom rules, such as that of `jax.scipy.special.rel_entr`.
-_WITH_POLES = frozenset(POLES) | {"pow", "div"}
 
 softmax_p = jex.Primitive("jaxact_softmax")
 softmax_p.multiple_results = True
@@ -195,7 +192,8 @@ def _read_by_poles(jaxpr: Jaxpr) -> set[Var]:
     """Variables that a function with a pole reads, also past elementwise functions."""
     found: set[Var] = set()
     for eqn in reversed(jaxpr.eqns):
-        has_pole = not _WITH_POLES.isdisjoint(names_inside(eqn))
+        # Some are called inside custom rules: `jax.scipy.special.rel_entr`.
+        has_pole = not WITH_POLES.isdisjoint(names_inside(eqn))
         is_read = keeps_elements(eqn) and not found.isdisjoint(eqn.outvars)
         if has_pole or is_read:
             found.update(variables_in(eqn.invars))

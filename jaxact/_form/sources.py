@@ -35,7 +35,7 @@ from jaxact._plan.reading import Reading
 
 # Parts of one network's output are sources apart.
 _UNSELECTED = CHEAP - SELECTIONS
-_SCALING = MOVES | frozenset("mul div neg square integer_pow exp exp2".split())
+_LARGE_TOGETHER = MOVES | frozenset("mul div neg square integer_pow exp exp2".split())
 
 
 def sources_near_poles(
@@ -125,4 +125,4 @@ def _with_exponentials(
 
 def _scales(eqn: Eqn) -> bool:
     """Whether its result is large where an operand is."""
-    return eqn.primitive.name in _SCALING
+    return eqn.primitive.name in _LARGE_TOGETHER

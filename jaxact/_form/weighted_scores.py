@@ -16,7 +16,7 @@ from jaxact._jaxpr.read import contracts, readers_of, variables_in
 from jaxact._jaxpr.types import Atom, Var
 
 # From an exponential to a weight.
-_SCALING = MOVES | {"mul", "div"}
+_WEIGHTING = MOVES | {"mul", "div"}
 
 
 def bases_of_weighted_scores(chooser: Chooser, needed: Iterable[Atom]) -> set[Var]:
@@ -64,7 +64,7 @@ def _weights(chooser: Chooser) -> dict[Var, Var]:
                 names = {e.primitive.name for e in readers.get(out, ())}
                 if "reduce_sum" in names or _is_shifted(v, chooser):
                     weights[out] = classes.base[v]
-            elif name in _SCALING and v in weights and v is eqn.invars[0]:
+            elif name in _WEIGHTING and v in weights and v is eqn.invars[0]:
                 weights[out] = weights[v]
     return weights
 

@@ -1,6 +1,6 @@
 """JAX's primitives by name: their effect on values, on exactness and on linearity.
 
-The one table: everything that asks about a primitive derives its sets from these.
+The one table: a set that one algorithm alone asks for is beside it, made from these.
 """
 
 # Change where an element lies, or how often it is there; never its value.
@@ -53,6 +53,7 @@ POLES = {
     "log1p": -1.0,
     "acosh": 1.0,
 }
+WITH_POLES = frozenset(POLES) | {"pow", "div"}
 # Piecewise constant.
 STEPS = frozenset("sign round floor ceil is_finite stop_gradient".split()) | COMPARISONS
 _INTEGER = frozenset(
@@ -75,6 +76,9 @@ REDUCTIONS = frozenset(
     "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin "
     "reduce".split()
 )
+# Equal to an operand's element, along an axis or up to a place on it.
+EXTREMES = frozenset(["reduce_max", "reduce_min"])
+RUNNING_EXTREMES = frozenset(["cummax", "cummin"])
 # Reductions of segments (their updates have more elements than the result), such as
 # the sums of a softmax over a graph's edges.
 SCATTERS = frozenset(
@@ -82,6 +86,8 @@ SCATTERS = frozenset(
     "scatter-mul scatter_mul".split()
 )
 MATMULS = frozenset(["dot_general", "conv_general_dilated"])
+# Those of groups of rows, as experts have, too.
+PRODUCTS = MATMULS | {"ragged_dot_general"}
 
 # The backward pass solves with a solver's operands, and divides by differences between
 # a factorization's results: that is no product, and with a rounded matrix it can be

@@ -42,8 +42,8 @@ from jaxact._jaxpr.types import Array, Eqn, Params
 Deviations: TypeAlias = dict[tuple[int, Hashable], jax.Array]
 
 # Move or copy elements; a path tells a source's equal moves.
-_MOVES = RESHAPES | SELECTIONS | JOINS | {"dynamic_update_slice"}
-_SUMS = frozenset("reduce_sum cumsum reduce_window_sum".split())
+_REARRANGED = RESHAPES | SELECTIONS | JOINS | {"dynamic_update_slice"}
+_TOTALS = frozenset("reduce_sum cumsum reduce_window_sum".split())
 
 # (operands, result, parameters) -> derivative with respect to one operand
 _Slope: TypeAlias = Callable[[Sequence[jax.Array], jax.Array, Params], Array | float]
@@ -88,7 +88,7 @@ _SLOPES: dict[str, tuple[_Slope | None, ...]] = {
     **dict.fromkeys(CASTS | COPIES - {"stop_gradient", "pvary"}, (_one,)),
 }
 
-FOLLOWED = _MOVES | _SUMS | _SLOPES.keys() | {"select_n"} | BARRIERS
+FOLLOWED = _REARRANGED | _TOTALS | _SLOPES.keys() | {"select_n"} | BARRIERS
 
 
 def pass_on(
@@ -107,11 +107,11 @@ def pass_on(
         return None
     if name in _SLOPES:
         return _elementwise(eqn, inputs, outputs[0], operands)
-    if name in _SUMS:
+    if name in _TOTALS:
         return _sum(eqn, operands)
     if name == "select_n":
         return _move(eqn, inputs, operands, lambda path: path)
-    if name in _MOVES:
+    if name in _REARRANGED:
         # With an array of indices, as an embedding has, no other equation moves alike.
         is_static = all(map(_is_floating, inputs))
         move = (name, str(eqn.params)) if is_static else eqn.outvars[0]

@@ -24,7 +24,7 @@ from jaxact._jaxpr.read import is_elementwise, names_inside, variables_in
 from jaxact._jaxpr.types import Atom, Dtype, Jaxpr, Var
 
 # A cast would be another array.
-_MOVES = MOVES - CASTS
+_UNCAST_MOVES = MOVES - CASTS
 
 
 def in_memory(jaxpr: Jaxpr, outputs: Sequence[Atom]) -> frozenset[Var]:
@@ -45,7 +45,9 @@ def _read_whole(jaxpr: Jaxpr, outputs: Sequence[Atom]) -> frozenset[Var]:
     found = {*variables_in(outputs), *_read_later(jaxpr)}
     for eqn in reversed(jaxpr.eqns):
         name = eqn.primitive.name
-        if name in MATMULS or (name in _MOVES and not found.isdisjoint(eqn.outvars)):
+        if name in MATMULS or (
+            name in _UNCAST_MOVES and not found.isdisjoint(eqn.outvars)
+        ):
             found.update(variables_in(eqn.invars))
     return frozenset(found)
 

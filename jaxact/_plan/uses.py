@@ -19,13 +19,15 @@ from jaxact._jaxpr.compat import custom_vjp_body, open_jaxpr, scan_counts
 from jaxact._jaxpr.primitives import (
     BARRIERS,
     ELEMENTWISE,
+    EXTREMES,
     FACTORIZATIONS,
     JOINS,
-    MATMULS,
     MOVES,
     PIECEWISE,
     PLACEMENTS,
     POLES,
+    PRODUCTS,
+    RUNNING_EXTREMES,
     SELECTIONS,
     SOLVERS,
 )
@@ -52,7 +54,7 @@ LINEAR_IN_ALL = (
     | JOINS
     | SELECTIONS
 )
-BILINEAR = MATMULS | frozenset(["mul", "ragged_dot", "ragged_dot_general"])
+BILINEAR = PRODUCTS | {"mul"}
 # Some elements of the operand times updates. Where two updates may meet at an element
 # it is a product of more, which is not linear in the updates.
 _SCALED = frozenset(["scatter-mul", "scatter_mul"])
@@ -67,9 +69,7 @@ _ORDERS = frozenset(
     "sort top_k approx_top_k argmax argmin select_and_scatter_add "
     "select_and_gather_add".split()
 )
-# Equal to an extreme along an axis: where that is, as its derivative asks.
-_EXTREMES = frozenset(["reduce_max", "reduce_min"])
-_RUNNING_EXTREMES = frozenset(["cummax", "cummin"])
+# Between an extreme and its operand: where that is, as its derivative asks.
 _EQUALITIES = frozenset(["eq", "ne"])
 # Tell infinity or NaN from a number, which rounding does not change.
 _TESTS = frozenset(["is_finite"])
@@ -258,9 +258,9 @@ def _elementary(eqn: Eqn, operands: Sequence[Value], uses: Uses) -> Value:
         uses.ordered |= first.extreme & second.bits | second.extreme & first.bits
     uses.nonlinear |= known.bits
     others = _union([o for o in operands if not everything and o.has_cotangent])
-    if name in _EXTREMES:
+    if name in EXTREMES:
         return (others | known.after_kink())._replace(extreme=known.bits)
-    is_kink = name in PIECEWISE or name in _RUNNING_EXTREMES
+    is_kink = name in PIECEWISE or name in RUNNING_EXTREMES
     return others | (known.after_kink() if is_kink else known.after_nonlinear())
 
 

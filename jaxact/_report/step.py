@@ -3,15 +3,12 @@
 from collections.abc import Sequence
 
 from jaxact._jaxpr.compat import custom_vjp_body, open_jaxpr
+from jaxact._jaxpr.primitives import PRODUCTS
 from jaxact._jaxpr.read import call_body, programs_in, variables_in
 from jaxact._jaxpr.rewrite import without_unused
 from jaxact._jaxpr.types import ClosedJaxpr, Eqn, Jaxpr, Var
 from jaxact._report.table import ResidualRow, ResidualTable
 from jaxact._report.tabulate import checkpointed_rows, tabulate
-
-_PRODUCTS = frozenset(
-    ["dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"]
-)
 
 
 def step_program(closed: ClosedJaxpr) -> Jaxpr:
@@ -65,7 +62,7 @@ def count_products(jaxpr: Jaxpr) -> int:
     total = 0
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
-        if name in _PRODUCTS:
+        if name in PRODUCTS:
             total += 1
             continue
         inside = [count_products(body) for body in _bodies(eqn)]

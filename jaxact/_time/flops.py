@@ -73,7 +73,7 @@ def _of_equation(eqn: Eqn, outputs: list[bool]) -> tuple[int, list[bool]]:
     name, every_input = eqn.primitive.name, [True] * len(eqn.invars)
     if name in BARRIERS:
         return 0, outputs
-    count = _PRODUCTS.get(name)
+    count = _COUNTS.get(name)
     if count is not None:
         return count(eqn), every_input
     inside = programs_in(eqn)
@@ -122,7 +122,7 @@ def _kernel(eqn: Eqn) -> int:
     return math.prod(grid) * sum(map(flops_of, programs_in(eqn)))
 
 
-_PRODUCTS: dict[str, Callable[[Eqn], int]] = {
+_COUNTS: dict[str, Callable[[Eqn], int]] = {
     "dot_general": _dot,
     "ragged_dot_general": _ragged_dot,
     "conv_general_dilated": _convolution,
