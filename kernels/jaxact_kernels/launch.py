@@ -54,7 +54,6 @@ def launch_decode(
     packed: jax.Array,
     metadata: jax.Array,
     scalars: Sequence[jax.Array | None],
-    operands: Sequence[jax.Array] = (),
     *,
     shape: tuple[int, ...],
     dtype: DTypeLike,
@@ -63,7 +62,7 @@ def launch_decode(
     name: str,
     interpret: bool,
 ) -> jax.Array:
-    """The array; `operands` are shaped like it."""
+    """The array; the kernel reads the scalars that are not None too."""
     layout = tiles.layout
     x = pl.pallas_call(
         kernel,
@@ -76,7 +75,6 @@ def launch_decode(
         lax.reshape(packed, (layout.total_groups, packed.shape[-1])),
         lax.reshape(metadata, (layout.total_groups,)),
         *_each(scalars),
-        *(lax.reshape(operand, elements_shape(layout)) for operand in operands),
     )
     return lax.reshape(x, shape)
 

@@ -151,17 +151,6 @@ def test_a_shard_draws_the_noise_of_the_whole_array():
 
 
 @interprets
-def test_decode_applies_a_function_to_what_it_decoded():
-    x = ordinary((64, 256), "bfloat16")
-    stored = definition(8, 256)(x, np.uint32(5))
-    options = {"shape": x.shape, "dtype": x.dtype, "bits": 8, "group_size": 256}
-    then = lambda x, y: x.astype("float32") * y
-    y = ordinary((64, 256), "float32", seed=1)
-    got = mosaic_gpu.decode(stored, y, **options, then=then, interpret=True)
-    assert_same(got, then(reference.decode(stored, **options), y))
-
-
-@interprets
 def test_blocks_do_not_race():
     x = special((64, 256), "bfloat16")
     options = {"shape": x.shape, "dtype": x.dtype, "bits": 8, "group_size": 256}

@@ -134,30 +134,3 @@ def test_it_runs_without_jit():
     with jax.disable_jit():
         got = affine.encode(x, np.uint32(3), bits=2)
     jax.tree.map(np.testing.assert_array_equal, got, wanted)
-
-
-def test_decoding_goes_on_with_a_function_of_the_elements():
-    x = sample(Affine(4), (4, 300))
-    stored = affine.encode(x, np.uint32(3), bits=4)
-    options = {"shape": x.shape, "dtype": x.dtype, "bits": 4}
-    got = affine.decode(stored, x, **options, then=lambda a, b: a * b)
-    np.testing.assert_array_equal(got, affine.decode(stored, **options) * x)
-
-
-@pytest.mark.parametrize(
-    "operands, then, message",
-    [
-        ((jnp.ones(4),), None, "got 1 operands"),
-        ((jnp.ones(3),), jnp.multiply, r"requires the shape \(4,\)"),
-        ((), jnp.sum, "it is elementwise"),
-        ((), lambda x: x * jnp.arange(4.0), "pass them as operands"),
-    ],
-    ids=["unused", "shape", "reduction", "closure"],
-)
-def test_what_decoding_cannot_go_on_with(operands, then, message):
-    stored = affine.encode(jnp.ones(4), np.uint32(0), bits=4)
-    ones = jnp.arange(4.0)
-    if message.startswith("pass"):
-        then = lambda x: x * ones
-    with pytest.raises(ValueError, match=message):
-        affine.decode(stored, *operands, shape=(4,), dtype="float32", bits=4, then=then)

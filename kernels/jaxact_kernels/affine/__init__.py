@@ -3,8 +3,6 @@
 The stored format and its contracts are in `reference`.
 """
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 
@@ -76,20 +74,16 @@ def encode(
 
 def decode(
     stored: Stored,
-    *operands: jax.Array,
+    *,
     shape: tuple[int, ...],
     dtype: jax.typing.DTypeLike,
     bits: int,
     group_size: int = 256,
-    then: Callable[..., jax.Array] | None = None,
     seed: jax.Array | None = None,
     is_fused: bool = False,
     implementation: str | None = None,
 ) -> jax.Array:
     """Return the array with `shape` and `dtype` that `encode` stored.
-
-    With `then`, return `then(x, *operands)` instead: a kernel applies it to the
-    elements x that it has just decoded, so that x itself is never in memory.
 
     Args:
         stored: the result of `encode` for an array with `shape`, by the same `bits`
@@ -98,9 +92,6 @@ def decode(
         dtype: floating point, normally as encoded. A narrower one may overflow.
         bits: as encoded.
         group_size: as encoded.
-        *operands: further arguments for `then`, arrays with `shape`.
-        then: an elementwise function that reads no arrays but these; its result has
-            `shape`.
         seed: the one that `encode(..., is_dithered=True)` rounded with. The noise is
             then drawn again and taken off (subtractive dither): half the variance, and
             none of it depends on the value. None: the codes as they are.
@@ -116,14 +107,12 @@ def decode(
         jnp.dtype(dtype),
         bits,
         group_size,
-        then,
-        len(operands),
         is_dithered=seed is not None,
         is_fused=is_fused,
     )
-    operation.check_operands(stored, operands)
+    operation.check_arrays(stored)
     draw = () if seed is None else (_checks.checked_seed(seed),)
-    return run(operation, stored, *draw, *operands, implementation=implementation)
+    return run(operation, stored, *draw, implementation=implementation)
 
 
 def stored_bytes(shape: tuple[int, ...], *, bits: int, group_size: int = 256) -> int:

@@ -83,12 +83,11 @@ def encode(
 
 def decode(
     stored: Stored,
-    *operands: jax.Array,
+    *,
     shape: tuple[int, ...],
     dtype: DTypeLike,
     bits: int,
     group_size: int,
-    then: Callable[..., jax.Array] | None = None,
     config: Config | None = None,
     interpret: bool = False,
 ) -> jax.Array:
@@ -97,19 +96,15 @@ def decode(
     tiles = tiles_for(layout, bits, dtype, config)
     num_words = words.num_words(layout.group, bits)
     elements = layout.total_groups, layout.group
-    out = jax.ShapeDtypeStruct(shape, dtype)
-    if then is not None:
-        out = jax.eval_shape(then, out, *operands)
     x = _call(
-        functools.partial(_decode, tiles=tiles, dtype=np.dtype(dtype), then=then),
+        functools.partial(_decode, tiles=tiles, dtype=np.dtype(dtype)),
         tiles,
-        jax.ShapeDtypeStruct(elements, out.dtype),
+        jax.ShapeDtypeStruct(elements, dtype),
         name="affine_decode",
         interpret=interpret,
     )(
         lax.reshape(stored.words, (layout.total_groups, num_words)),
         lax.reshape(stored.metadata, (layout.total_groups,)),
-        *(lax.reshape(operand, elements) for operand in operands),
     )
     return lax.reshape(x, shape)
 
@@ -217,12 +212,11 @@ def _encode(
 def _decode(
     words_ref: jax.Ref,
     metadata_ref: jax.Ref,
-    *refs: jax.Ref,
+    out_ref: jax.Ref,
+    *,
     tiles: Tiles,
     dtype: np.dtype,
-    then: Callable[..., jax.Array] | None,
 ) -> None:
-    *operand_refs, out_ref = refs
     block = Block(tiles, dtype)
     line = group.decoding_line(block.load_groups(metadata_ref))
     zero, step, unit = (block.spread(end) for end in line)
@@ -232,10 +226,7 @@ def _decode(
         code = lax.sub(group.float_of(code), MAGIC)
         x = lax.mul(lax.add(zero, lax.mul(step, code)), unit)
         x = lax.convert_element_type(x, dtype)
-        start = k * tiles.width
-        if then is not None:
-            x = then(x, *(block.load(ref, start) for ref in operand_refs))
-        block.store(out_ref, start, x)
+        block.store(out_ref, k * tiles.width, x)
 
 
 def _content(xs: list[Tile]) -> jax.Array:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -128,13 +128,8 @@ class Encode(AffineOperation):
 
 @dataclasses.dataclass(frozen=True)
 class Decode(AffineOperation):
-    """Decode (words, metadata), with `then` applied to the result and `operands`.
+    """Decode (words, metadata); a dithered one has the seed after the metadata."""
 
-    A dithered one has the seed after the metadata.
-    """
-
-    then: Callable[..., jax.Array] | None = None
-    num_operands: int = 0
     is_dithered: bool = dataclasses.field(default=False, kw_only=True)
 
     @property
@@ -146,8 +141,7 @@ class Decode(AffineOperation):
     @property
     def inputs(self) -> tuple[Axes, ...]:
         seed: tuple[Axes, ...] = ((),) if self.is_dithered else ()
-        operands = self.num_operands * (self.unpacked_axes,)
-        return *self.stored_axes, *seed, *operands
+        return *self.stored_axes, *seed
 
     @property
     def outputs(self) -> tuple[Axes, ...]:
@@ -155,8 +149,7 @@ class Decode(AffineOperation):
 
     @property
     def options(self) -> dict[str, Any]:
-        unpacked = {"shape": self.shape, "dtype": self.dtype, "then": self.then}
-        return super().options | unpacked | {"is_dithered": self.is_dithered}
+        return super().options | {"shape": self.shape, "dtype": self.dtype}
 
     def kernels(self) -> dict[str, Callable[[Device], str | None]]:
         kernels = super().kernels()
@@ -172,51 +165,15 @@ class Decode(AffineOperation):
         self, implementation: str, numbering: Numbering | None
     ) -> Callable[..., tuple[jax.Array]]:
         module, options = self.module(implementation), self.options
-        count = self.num_operands + self.is_dithered
-        is_dithered = options.pop("is_dithered")
 
         def decode(
-            words: jax.Array, metadata: jax.Array, *arrays: jax.Array
+            words: jax.Array, metadata: jax.Array, *numbers: jax.Array
         ) -> tuple[jax.Array]:
-            # The number of the first group comes last; without dither it is no matter.
+            # A seed, and the first group's number; without dither it is no matter.
             draw = {}
-            if is_dithered:
-                first = arrays[count] if arrays[count:] else None
-                draw = {"draw": noise.Draw(arrays[0], numbering, first)}
-            operands = arrays[is_dithered:count]
-            stored = Stored(words, metadata)
-            return (module.decode(stored, *operands, **options, **draw),)
+            if self.is_dithered:
+                seed, *first = numbers
+                draw = {"draw": noise.Draw(seed, numbering, *first)}
+            return (module.decode(Stored(words, metadata), **options, **draw),)
 
         return decode
-
-    def check_operands(self, stored: Stored, operands: Sequence[jax.Array]) -> None:
-        """Raise `ValueError` where this cannot decode such arrays."""
-        self.check_arrays(stored)
-        if self.then is None:
-            if operands:
-                count = len(operands)
-                raise ValueError(f"got {count} operands; they are arguments of `then`")
-            return
-        if any(operand.shape != self.shape for operand in operands):
-            raise ValueError(
-                f"got operands of shapes {[operand.shape for operand in operands]}; "
-                "each goes with the decoded elements, so it requires the shape "
-                f"{self.shape}; broadcast it first"
-            )
-        self._check_then(self.then, operands)
-
-    def _check_then(
-        self, then: Callable[..., jax.Array], operands: Sequence[jax.Array]
-    ) -> None:
-        x = jax.ShapeDtypeStruct(self.shape, self.dtype)
-        jaxpr, out = jax.make_jaxpr(then, return_shape=True)(x, *operands)
-        if jaxpr.consts:
-            raise ValueError(
-                f"`then` uses {len(jaxpr.consts)} arrays besides its arguments; a "
-                "kernel reads its arguments alone; pass them as operands"
-            )
-        if getattr(out, "shape", None) != self.shape:
-            raise ValueError(
-                f"`then` returned {out}; it is elementwise and requires one array of "
-                f"shape {self.shape}; continue after decoding"
-            )

@@ -59,7 +59,6 @@ trace three times as slow for each new shape.
 """
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -151,26 +150,23 @@ def encode(
 
 def decode(
     stored: Stored,
-    *operands: jax.Array,
+    seed: jax.Array | None = None,
+    *,
     shape: tuple[int, ...],
     dtype: DTypeLike,
     bits: int,
     group_size: int,
-    then: Callable[..., jax.Array] | None = None,
-    is_dithered: bool = False,
 ) -> jax.Array:
-    """See `jaxact_kernels.affine.decode`; a dithered one has the seed as operand."""
+    """See `jaxact_kernels.affine.decode`."""
     code = words.unpack_slots(stored.words, bits)
     layout = layout_of(shape, group_size)
-    if is_dithered:
-        seed, operands = operands[0], operands[1:]
+    if seed is not None:
         keys = noise.group_keys(seed, stored.metadata)
         draw = noise.slots_of_bits(keys, code.shape[keys.ndim :])
         groups = dequantize_dithered(code, stored.metadata, draw, dtype, bits)
     else:
         groups = dequantize(code, stored.metadata, dtype)
-    x = layout.join(groups, shape)
-    return x if then is None else then(x, *operands)
+    return layout.join(groups, shape)
 
 
 def split(x: jax.Array, layout: Layout) -> jax.Array:

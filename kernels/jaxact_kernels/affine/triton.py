@@ -7,7 +7,7 @@ branch to the definition itself.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -104,12 +104,11 @@ def encode(
 
 def decode(
     stored: Stored,
-    *operands: jax.Array,
+    *,
     shape: tuple[int, ...],
     dtype: DTypeLike,
     bits: int,
     group_size: int,
-    then: Callable[..., jax.Array] | None = None,
     draw: noise.Draw | None = None,
     config: Config | None = None,
     interpret: bool = False,
@@ -118,25 +117,19 @@ def decode(
     layout = layout_of(shape, group_size)
     config = config or heuristic(layout.group, np.dtype(dtype).itemsize)
     tiles = tiles_for(layout, bits, config)
-    out = jax.ShapeDtypeStruct(shape, dtype)
-    if then is not None:
-        out = jax.eval_shape(then, out, *operands)
     scalars = [s for s in (draw.seed, draw.first) if s is not None] if draw else []
     kernel = functools.partial(
         _decode,
         tiles=tiles,
         dtype=dtype,
-        then=then,
-        num_scalars=len(scalars),
         numbering=draw and draw.numbering,
     )
     return launch_decode(
         kernel,
         *stored,
         scalars,
-        operands,
         shape=shape,
-        dtype=out.dtype,
+        dtype=np.dtype(dtype),
         tiles=tiles,
         config=config,
         name="affine_decode",
@@ -239,12 +232,10 @@ def _decode(
     *refs: jax.Ref,
     tiles: Tiles,
     dtype: DTypeLike,
-    then: Callable[..., jax.Array] | None,
-    num_scalars: int,
     numbering: Numbering | None,
 ) -> None:
-    scalars, refs = [ref[0] for ref in refs[:num_scalars]], refs[num_scalars:]
-    *operand_refs, out_ref = refs
+    *scalar_refs, out_ref = refs
+    scalars = [ref[0] for ref in scalar_refs]
     block = Block(tiles)
     metadata = block.load_groups(metadata_ref)
     line = group.decoding_line(metadata)
@@ -252,14 +243,12 @@ def _decode(
     packed = block.load_words(words_ref)
     codes = (tiles.unpack(k, packed) for k in range(tiles.count))
     if scalars:
-        draw = noise.Draw(scalars[0], numbering, scalars[1] if scalars[1:] else None)
+        seed, *first = scalars
+        draw = noise.Draw(seed, numbering, *first)
         multiples = dithered_tiles(block, list(codes), draw, metadata)
     else:
         multiples = map(small_float, codes)
     for k, multiple in enumerate(multiples):
         x = lax.mul(lax.add(zero, lax.mul(step, multiple)), unit)
         x = group.saturated(x, dtype) if scalars else x
-        x = lax.convert_element_type(x, dtype)
-        if then is not None:
-            x = then(x, *(block.load(ref, k) for ref in operand_refs))
-        block.store(out_ref, k, x)
+        block.store(out_ref, k, lax.convert_element_type(x, dtype))
