@@ -86,8 +86,8 @@ def evaluate_with_noise(
     """
     flat, new_consts = flatten(jaxpr, _body)
     flat = prune(flat, flat.outvars)
-    products = _find_products(flat, cotangents)
-    walk = _Walk(products, _find_targets(flat, products))
+    dependent = _find_dependent(flat, cotangents)
+    walk = _Walk(dependent, _find_targets(flat, dependent))
     env = dict(zip(flat.constvars, [*consts, *new_consts], strict=True))
     env |= dict(zip(flat.invars, values, strict=True))
     for i, variance in variances.items():
@@ -106,14 +106,14 @@ class _Walk:
     """Errors on their way through a program.
 
     Attributes:
-      products: variables that depend on a cotangent.
+      dependent: variables that depend on a cotangent.
       targets: variables at which noise is measured.
       errors: the errors in the variables so far.
       measured: by noisy input, the noise at the targets so far.
       lost: noisy inputs that something not understood reads.
     """
 
-    products: set[Var]
+    dependent: set[Var]
     targets: set[Var]
     errors: dict[Var, Deviations] = field(default_factory=dict)
     measured: dict[int, Noise] = field(default_factory=dict)
@@ -124,7 +124,7 @@ class _Walk:
         if v in self.targets:
             energies = {i: jnp.sum(x) for i, x in variances_of(errors).items()}
             self._measure(energies, value)
-        if v not in self.targets or v not in self.products:
+        if v not in self.targets or v not in self.dependent:
             self.errors[v] = errors
 
     def step(self, eqn: Eqn, inputs: Sequence[Array], outputs: Sequence[Array]) -> None:
@@ -157,7 +157,7 @@ class _Walk:
         errors: Deviations,
     ) -> None:
         """Measure the noise that an operand adds to its product with a cotangent."""
-        if eqn.invars[1 - side] not in self.products:
+        if eqn.invars[1 - side] not in self.dependent:
             self._lose(errors)  # a matmul that recomputes an activation
             return
         energy = {"dot_general": _dot_energy, "conv_general_dilated": _conv_energy}
@@ -240,20 +240,20 @@ def _deviation(i: int, v: Var, variance: Array) -> jax.Array:
     return jnp.broadcast_to(jnp.sqrt(jnp.asarray(variance, jnp.float32)), shape)
 
 
-def _find_products(jaxpr: Jaxpr, cotangents: Collection[int]) -> set[Var]:
+def _find_dependent(jaxpr: Jaxpr, cotangents: Collection[int]) -> set[Var]:
     facts = [int(i in cotangents) for i in range(len(jaxpr.invars))]
     return {v for v, depends in flow(jaxpr, facts).items() if depends}
 
 
-def _find_targets(jaxpr: Jaxpr, products: set[Var]) -> set[Var]:
-    """Outputs, and products where an equation reads them that ends the walk."""
+def _find_targets(jaxpr: Jaxpr, dependent: set[Var]) -> set[Var]:
+    """Outputs, and dependent variables that an equation reads which ends the walk."""
     read = {
         v
         for eqn in jaxpr.eqns
         if eqn.primitive.name not in FOLLOWED
         for v in variables_in(eqn.invars)
     }
-    return (read & products) | set(variables_in(jaxpr.outvars))
+    return (read & dependent) | set(variables_in(jaxpr.outvars))
 
 
 def _body(eqn: Eqn) -> Body | None:
