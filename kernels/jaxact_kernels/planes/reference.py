@@ -28,7 +28,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jaxact_kernels import words
-from jaxact_kernels.affine import reference as affine
+from jaxact_kernels.affine import reference as affine_reference
 from jaxact_kernels.layout import Layout, layout_of
 
 MAX_BITS = words.MAX_BITS
@@ -66,14 +66,16 @@ def encode(
     """See `jaxact_kernels.planes.encode`."""
     layout = planes_layout(x.shape, group_size)
     shards, num_planes = budget(layout, bits, shards)
-    groups = affine.split(x, layout)
-    summary = affine.summarize(groups, layout, x.dtype)
+    groups = affine_reference.split(x, layout)
+    summary = affine_reference.summarize(groups, layout, x.dtype)
     lo, hi, _ = summary
     sensitivity = log2_sensitivity(lo, hi).reshape(shards, layout.lead[0] // shards)
     sample_bits = allocate(sensitivity, num_planes)
     widths = sample_bits.reshape(layout.lead[:1])
     per_group = lax.broadcast_in_dim(widths, lo.shape, (0,))
-    codes, metadata = affine.quantize(groups, summary, seed, layout, x.dtype, per_group)
+    codes, metadata = affine_reference.quantize(
+        groups, summary, seed, layout, x.dtype, per_group
+    )
     planes = jnp.stack(words.cut_planes(words.pack(codes, MAX_BITS)), 1)
     planes = planes.reshape(*sample_bits.shape, *planes.shape[1:])
     # Not one axis for both: where the array is sharded, none of its axes is flattened.
@@ -104,7 +106,9 @@ def decode(
     # 221 ms, not 155, jax 0.12); with and without it takes a byte an element.
     packed = lax.optimization_barrier(packed)
     codes = words.unpack_slots(packed, MAX_BITS)
-    return layout.join(affine.dequantize(codes, stored.metadata, dtype), shape)
+    return layout.join(
+        affine_reference.dequantize(codes, stored.metadata, dtype), shape
+    )
 
 
 def planes_layout(shape: tuple[int, ...], group_size: int) -> Layout:

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from jaxact_kernels.affine import group as affine
+from jaxact_kernels.affine import group as affine_group
 from jaxact_kernels.affine.group import HALF, HIGH_HALF, float_of, pattern
 from jaxact_kernels.layout import Layout
 
@@ -52,9 +52,11 @@ def frame(ends: tuple[jax.Array, jax.Array], group: int) -> Frame:
     Args:
         ends: each group's least and greatest finite element, NaN where it has a NaN.
     """
-    lo, hi = (affine.flush(end) for end in ends)
+    lo, hi = (affine_group.flush(end) for end in ends)
     is_ordinary = lax.bitwise_and(lax.eq(lo, lo), lax.ne(lo, hi))
-    lo, hi = (affine.put(np.float32(0), lax.ne(end, end), end) for end in (lo, hi))
+    lo, hi = (
+        affine_group.put(np.float32(0), lax.ne(end, end), end) for end in (lo, hi)
+    )
     middle = lax.add(lax.mul(lo, HALF), lax.mul(hi, HALF))
     # A mean, rounded to bfloat16, may lie this far outside.
     beyond = lax.mul(lax.max(lax.abs(lo), lax.abs(hi)), np.float32(2.0**-8))
@@ -78,8 +80,8 @@ def mean(
     exact = lax.add(frame.middle, lax.mul(above, power_of_two(-frame.exponent)))
     rounded = lax.add(pattern(exact), np.uint32(0x8000))  # ties away from zero
     mean = float_of(lax.bitwise_and(rounded, HIGH_HALF))
-    most = affine.largest(np.float32)
-    mean = affine.flush(lax.clamp(-most, mean, most))
+    most = affine_group.largest(np.float32)
+    mean = affine_group.flush(lax.clamp(-most, mean, most))
     distance = lax.mul(lax.sub(mean, frame.middle), power_of_two(frame.exponent))
     step = as_integer(lax.add(distance, MAGIC))
     return mean, lax.convert_element_type(step, np.float32)

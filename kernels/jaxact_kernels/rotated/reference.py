@@ -46,7 +46,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jaxact_kernels import noise, words
-from jaxact_kernels.affine import group as affine_group, reference as affine
+from jaxact_kernels.affine import group as affine_group, reference as affine_reference
 from jaxact_kernels.affine.group import HALF, HIGH_HALF, float_of, pattern
 from jaxact_kernels.layout import Layout, layout_of
 from jaxact_kernels.rotated import choice, group, rotation
@@ -84,8 +84,8 @@ def encode(
     """Words and metadata; see `jaxact_kernels.rotated.encode`."""
     layout = layout_of(x.shape, group_size)
     num_coded, bits = group.num_coded(layout.group, bits), group.code_bits(bits)
-    groups = affine.split(x, layout)
-    ends = affine.extremes(groups, x.dtype)
+    groups = affine_reference.split(x, layout)
+    ends = affine_reference.extremes(groups, x.dtype)
     grid = frame(ends, layout.group)
     groups = clipped(groups, grid)
     spare = choice.SPARE if is_adaptive else 0
@@ -94,7 +94,9 @@ def encode(
     options = seed, bits, num_coded, spare
     codes, metadata = rotated_codes(distances, squares, mean, grid, *options)
     plain = affine_group.metadata(*ends, bits, x.dtype, spare)
-    fixed = affine.fixed_point(groups, affine_group.encoding_line(ends[0], plain), bits)
+    fixed = affine_reference.fixed_point(
+        groups, affine_group.encoding_line(ends[0], plain), bits
+    )
     if is_adaptive:
         stochastic, count = total(choice.spread(fixed)), real_elements(layout)
         plain, is_rotated = choice.choose(
@@ -104,8 +106,8 @@ def encode(
         draw = noise.sixteen_bits(noise.group_keys(seed, plain), layout.group)
     else:
         is_rotated = grid.is_ordinary
-        draw = affine.NEAREST  # only groups without noise are left
-    plain_codes = affine.round_fixed_point(fixed, draw)
+        draw = affine_reference.NEAREST  # only groups without noise are left
+    plain_codes = affine_reference.round_fixed_point(fixed, draw)
     if layout.padding:  # is rotated like the rest; elsewhere its code is 0
         plain_codes = jnp.where(layout.is_real(), plain_codes, np.uint32(0))
     plain_codes = with_codes(plain_codes, num_coded)
@@ -138,14 +140,18 @@ def decode(
         clean = jnp.where(is_constant, metadata, choice.without_flags(metadata))
         keys = noise.group_keys(seed, metadata)
         draw = noise.slots_of_bits(keys, codes.shape[keys.ndim :])
-        dithered = affine.dequantize_dithered(codes, clean, draw, np.float32, bits)
-        plain = affine.dequantize(codes, clean, np.float32)
+        dithered = affine_reference.dequantize_dithered(
+            codes, clean, draw, np.float32, bits
+        )
+        plain = affine_reference.dequantize(codes, clean, np.float32)
         is_dithered = choice.is_dithered(metadata)
         plain = jnp.where(is_dithered[..., None], dithered, plain)
         is_plain = is_constant | ~choice.is_rotated(metadata)
     else:
         rotated = rotated_values(codes, metadata, seed, *sizes)
-        plain = affine.dequantize(first_codes(codes, metadata), metadata, np.float32)
+        plain = affine_reference.dequantize(
+            first_codes(codes, metadata), metadata, np.float32
+        )
         is_plain = is_constant
     x = jnp.where(is_plain[..., None], plain, rotated)
     return layout.join(affine_group.saturated(x, dtype).astype(dtype), shape)

@@ -16,7 +16,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jaxact_kernels import noise
-from jaxact_kernels.affine import group as affine
+from jaxact_kernels.affine import group as affine_group
 from jaxact_kernels.affine.triton_codes import (
     first_counter,
     fixed_point,
@@ -168,8 +168,10 @@ def _encode(
     lo, hi, xs = _ordinary(block, x_ref, dtype, interpret)
     size, bits = tiles.layout.group, tiles.bits
     grid = frame((lo, hi), size)
-    plain = affine.metadata(lo, hi, bits, dtype, choice.SPARE if is_adaptive else 0)
-    line = affine.encoding_line(lo, plain)
+    plain = affine_group.metadata(
+        lo, hi, bits, dtype, choice.SPARE if is_adaptive else 0
+    )
+    line = affine_group.encoding_line(lo, plain)
     distances, mean = centred(block, grid, xs)
     squares = sum_over_group([square(d, group.dropped_bits(size)) for d in distances])
     step = tiles.count // coded.count
@@ -226,12 +228,12 @@ def _decode(
     metadata = block.load_groups(metadata_ref)
     packed = Block(coded).load_words(words_ref)
     codes = [coded.unpack(i, packed) for i in range(coded.count)]
-    is_rotated = lax.bitwise_not(affine.is_constant(metadata))
+    is_rotated = lax.bitwise_not(affine_group.is_constant(metadata))
     if is_adaptive:
         is_rotated = lax.bitwise_and(is_rotated, choice.is_rotated(metadata))
     rotated = rotated_values(block, codes, metadata, draw, is_adaptive, interpret)
     for k, x in enumerate(rotated):
-        x = lax.convert_element_type(affine.saturated(x, dtype), dtype)
+        x = lax.convert_element_type(affine_group.saturated(x, dtype), dtype)
         block.store(out_ref, k, x, only=is_rotated)
 
     def others() -> None:
@@ -241,7 +243,7 @@ def _decode(
         def store(k: jax.Array, _: None) -> None:
             # A constant's tiles have the same codes, which some do not store.
             i = lax.div(k, np.int32(tiles.count // coded.count))
-            x = affine.saturated(value(k, coded.unpack_one(i, packed)), dtype)
+            x = affine_group.saturated(value(k, coded.unpack_one(i, packed)), dtype)
             block.store(out_ref, k, lax.convert_element_type(x, dtype), only=is_plain)
 
         lax.fori_loop(0, tiles.count, store, None)
@@ -259,7 +261,7 @@ def _ordinary(
 
     def special() -> tuple[jax.Array, ...]:
         load = lambda k: to_float32(block.load(x_ref, k))
-        lo, hi, _ = summarize(block, load, affine.largest(dtype))
+        lo, hi, _ = summarize(block, load, affine_group.largest(dtype))
         grid = frame((lo, hi), block.tiles.layout.group)
         return lo, hi, *(_clipped(block, grid, to_float32(x)) for x in xs)
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from jaxact_kernels import noise
-from jaxact_kernels.affine import group as affine
+from jaxact_kernels.affine import group as affine_group
 from jaxact_kernels.affine.group import HALF, HIGH_HALF, float_of, pattern, small_float
 from jaxact_kernels.affine.triton_codes import first_counter, noise_for
 from jaxact_kernels.block import Block
@@ -121,20 +121,20 @@ def plain_values(
     """From (tile number, codes) to values in the affine format, float32."""
     clean = metadata
     if is_adaptive:
-        is_constant = affine.is_constant(metadata)
+        is_constant = affine_group.is_constant(metadata)
         clean = lax.select(is_constant, metadata, choice.without_flags(metadata))
         keeps = lax.bitwise_or(
             is_constant, lax.bitwise_not(choice.is_dithered(metadata))
         )
         keeps = block.spread(keeps)
         counter = first_counter(block, draw, metadata)
-    zero, step, unit = (block.spread(end) for end in affine.decoding_line(clean))
+    zero, step, unit = (block.spread(end) for end in affine_group.decoding_line(clean))
 
     def value(k: jax.Array, code: Tile) -> Tile:
         multiple = small_float(code)
         if is_adaptive:
             noise16 = noise_for(block, counter, k)
-            other = affine.dithered(code, noise16, block.tiles.bits)
+            other = affine_group.dithered(code, noise16, block.tiles.bits)
             multiple = lax.select(keeps, multiple, other)
         return lax.mul(lax.add(zero, lax.mul(step, multiple)), unit)
 
