@@ -2,7 +2,7 @@
 
 Near the ball's edge the slope in u is large and points along u. A map to the ball, such
 as tanh(|x|) x / |x|, takes most of that away again, but not the noise in u: with pairs
-at 0.999 from the centre it was 0.8 gradients at 8 bits. The summed values stay exact.
+at 0.999 from the center it was 0.8 gradients at 8 bits. The summed values stay exact.
 """
 
 from collections.abc import Iterable

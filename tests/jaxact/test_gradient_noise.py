@@ -153,7 +153,7 @@ def test_norm_and_its_consumer():
 
 
 def test_whole_norm():
-    """A norm as JAX differentiates it: each use of the centred value on its own."""
+    """A norm as JAX differentiates it: each use of the centered value on its own."""
 
     def norm(x):
         x = x - x.mean(-1, keepdims=True)

@@ -124,8 +124,8 @@ def test_error_is_known_whatever_the_values(bits, name):
     # Within 3 %, and 2 / 256 or 2 / 96 by which a rotated group is no normal; a
     # bfloat16 scale adds (2**-8)**2 / 12, 6 % at 8 bits.
     x = data(name).astype(np.float64)
-    centred = ((x - x.mean(1, keepdims=True)) ** 2).sum()
-    wanted = (NORMAL_ERROR[bits] + 2.0**-16 / 12) * centred
+    centered = ((x - x.mean(1, keepdims=True)) ** 2).sum()
+    wanted = (NORMAL_ERROR[bits] + 2.0**-16 / 12) * centered
     assert abs(error(Rotated(bits), name) / wanted - 1) < 0.03 + 2 / x.shape[1]
 
 

@@ -104,7 +104,7 @@ def step_bits(group):
     return min(14, 23 - math.ceil(math.log2(group)))
 
 
-def centre(values, group):
+def center(values, group):
     """(distances from the mean in steps, padded; the mean's bits; the exponent)."""
     finite = values[np.isfinite(values)]
     lo, hi = np.float32(finite.min()), np.float32(finite.max())
@@ -243,7 +243,7 @@ def encode(x, seed, *, bits, group_size, is_adaptive):
             plain = oracle.codes(values, zero, scale, 0x8000, width)
             codes[: len(values)] = plain
         else:
-            distances, mean, power = centre(values, group)
+            distances, mean, power = center(values, group)
             is_rotated = True
             if is_adaptive:
                 found = choose(values, distances, power, bits, x.dtype)

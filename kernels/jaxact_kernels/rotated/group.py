@@ -15,7 +15,7 @@ from jax import lax
 
 from jaxact_kernels import checks
 from jaxact_kernels.affine.group import pattern
-from jaxact_kernels.rotated.centred import exponent_of, fixed_bits, power_of_two
+from jaxact_kernels.rotated.centered import exponent_of, fixed_bits, power_of_two
 from jaxact_kernels.words import WORD_BITS, num_words as words_of
 
 # Positive levels with the least squared error for a standard normal (Lloyd 1982; Max

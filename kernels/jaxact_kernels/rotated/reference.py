@@ -16,7 +16,7 @@ The scale is the one with which x' has the mean x over rotations; it is rounded 
 bfloat16 at random. The mean is rounded freely: d is the difference to the rounded one.
 
 In an *adaptive* array each group has the format that is expected to err least (see
-`choice`): codes of the affine format, with stochastic rounding or with dither, or
+`adaptive`): codes of the affine format, with stochastic rounding or with dither, or
 rotated ones. Scales and zero points then have one bit less: the scale's last is 1 for
 rotated codes, the zero point's last is 1 for dither.
 
@@ -49,8 +49,8 @@ from jaxact_kernels import noise, words
 from jaxact_kernels.affine import group as affine_group, reference as affine_reference
 from jaxact_kernels.affine.group import HALF, HIGH_HALF, float_of, pattern
 from jaxact_kernels.layout import Layout, layout_of
-from jaxact_kernels.rotated import choice, group, rotation
-from jaxact_kernels.rotated.centred import (
+from jaxact_kernels.rotated import adaptive, group, rotation
+from jaxact_kernels.rotated.centered import (
     Frame,
     frame,
     mean as mean_of,
@@ -88,8 +88,8 @@ def encode(
     ends = affine_reference.extremes(groups, x.dtype)
     grid = frame(ends, layout.group)
     groups = clipped(groups, grid)
-    spare = choice.SPARE if is_adaptive else 0
-    distances, mean = centre(groups, grid, layout)
+    spare = adaptive.SPARE if is_adaptive else 0
+    distances, mean = center(groups, grid, layout)
     squares = total(square(group.size(distances, layout.group)))
     options = seed, bits, num_coded, spare
     codes, metadata = rotated_codes(distances, squares, mean, grid, *options)
@@ -98,11 +98,11 @@ def encode(
         groups, affine_group.encoding_line(ends[0], plain), bits
     )
     if is_adaptive:
-        stochastic, count = total(choice.spread(fixed)), real_elements(layout)
-        plain, is_rotated = choice.choose(
+        stochastic, count = total(adaptive.spread(fixed)), real_elements(layout)
+        plain, is_rotated = adaptive.choose(
             grid, squares, stochastic, count, plain, layout.group, bits
         )
-        metadata = metadata | choice.ROTATED
+        metadata = metadata | adaptive.ROTATED
         draw = noise.sixteen_bits(noise.group_keys(seed, plain), layout.group)
     else:
         is_rotated = grid.is_ordinary
@@ -135,18 +135,18 @@ def decode(
     codes = words.unpack_slots(stored.words, bits)
     is_constant = affine_group.is_constant(metadata)
     if is_adaptive:
-        clean = metadata & ~choice.ROTATED
+        clean = metadata & ~adaptive.ROTATED
         rotated = rotated_values(codes, clean, seed, *sizes)
-        clean = jnp.where(is_constant, metadata, choice.without_flags(metadata))
+        clean = jnp.where(is_constant, metadata, adaptive.without_flags(metadata))
         keys = noise.group_keys(seed, metadata)
         draw = noise.slots_of_bits(keys, codes.shape[keys.ndim :])
         dithered = affine_reference.dequantize_dithered(
             codes, clean, draw, np.float32, bits
         )
         plain = affine_reference.dequantize(codes, clean, np.float32)
-        is_dithered = choice.is_dithered(metadata)
+        is_dithered = adaptive.is_dithered(metadata)
         plain = jnp.where(is_dithered[..., None], dithered, plain)
-        is_plain = is_constant | ~choice.is_rotated(metadata)
+        is_plain = is_constant | ~adaptive.is_rotated(metadata)
     else:
         rotated = rotated_values(codes, metadata, seed, *sizes)
         plain = affine_reference.dequantize(
@@ -163,7 +163,7 @@ def clipped(groups: jax.Array, grid: Frame) -> jax.Array:
     return jnp.where(groups > lo, lax.min(groups, hi), lo)
 
 
-def centre(
+def center(
     groups: jax.Array, grid: Frame, layout: Layout
 ) -> tuple[jax.Array, jax.Array]:
     """Distances from the means in steps, integers as float32; and the means' bits.

@@ -34,14 +34,14 @@ from jaxact_kernels.config import Config
 from jaxact_kernels.launch import launch_decode, launch_encode
 from jaxact_kernels.layout import Layout, layout_of
 from jaxact_kernels.numbering import Numbering
-from jaxact_kernels.rotated import choice, group
-from jaxact_kernels.rotated.centred import (
+from jaxact_kernels.rotated import adaptive, group
+from jaxact_kernels.rotated.centered import (
     Frame,
     frame,
 )
 from jaxact_kernels.rotated.reference import Stored
 from jaxact_kernels.rotated.triton_codes import (
-    centred,
+    centered,
     count,
     plain_values,
     rotated_codes,
@@ -169,10 +169,10 @@ def _encode(
     size, bits = tiles.layout.group, tiles.bits
     grid = frame((lo, hi), size)
     plain = affine_group.metadata(
-        lo, hi, bits, dtype, choice.SPARE if is_adaptive else 0
+        lo, hi, bits, dtype, adaptive.SPARE if is_adaptive else 0
     )
     line = affine_group.encoding_line(lo, plain)
-    distances, mean = centred(block, grid, xs)
+    distances, mean = centered(block, grid, xs)
     squares = sum_over_group([square(d, group.dropped_bits(size)) for d in distances])
     step = tiles.count // coded.count
     options = draw, is_adaptive, step, interpret
@@ -184,10 +184,10 @@ def _encode(
     fixed = fixed_point(block, line)
     if is_adaptive:
         # From elements that are read once more, as few other values are alive here.
-        spreads = [choice.spread(fixed(again(k))) for k in range(tiles.count)]
+        spreads = [adaptive.spread(fixed(again(k))) for k in range(tiles.count)]
         stochastic = sum_over_group(unless_padding(block, spreads)).astype(np.uint32)
         options = grid, squares, stochastic, count(block), plain, size, bits
-        plain, is_rotated = choice.choose(*options)
+        plain, is_rotated = adaptive.choose(*options)
 
     def mixed() -> tuple[jax.Array, ...]:
         # In a loop: a branch that seldom runs should take no time to compile.
@@ -205,7 +205,7 @@ def _encode(
 
     packed = lax.cond(_all_hold(block, is_rotated), lambda: packed, mixed)
     Block(coded).store_words(words_ref, packed)
-    flag = choice.ROTATED if is_adaptive else np.uint32(0)
+    flag = adaptive.ROTATED if is_adaptive else np.uint32(0)
     metadata = lax.select(is_rotated, lax.bitwise_or(metadata, flag), plain)
     block.store_groups(metadata_ref, metadata)
 
@@ -230,7 +230,7 @@ def _decode(
     codes = [coded.unpack(i, packed) for i in range(coded.count)]
     is_rotated = lax.bitwise_not(affine_group.is_constant(metadata))
     if is_adaptive:
-        is_rotated = lax.bitwise_and(is_rotated, choice.is_rotated(metadata))
+        is_rotated = lax.bitwise_and(is_rotated, adaptive.is_rotated(metadata))
     rotated = rotated_values(block, codes, metadata, draw, is_adaptive, interpret)
     for k, x in enumerate(rotated):
         x = lax.convert_element_type(affine_group.saturated(x, dtype), dtype)

@@ -16,8 +16,8 @@ from jaxact_kernels.affine import group as affine_group
 from jaxact_kernels.affine.group import HALF, HIGH_HALF, float_of, pattern, small_float
 from jaxact_kernels.affine.triton_codes import first_counter, noise_for
 from jaxact_kernels.block import Block
-from jaxact_kernels.rotated import choice, group, rotation
-from jaxact_kernels.rotated.centred import (
+from jaxact_kernels.rotated import adaptive, group, rotation
+from jaxact_kernels.rotated.centered import (
     MAGIC,
     MAGIC_BITS,
     Frame,
@@ -30,7 +30,7 @@ from jaxact_kernels.rotated.triton_tiles import flip, transform
 Tile = jax.Array
 
 
-def centred(
+def centered(
     block: Block, grid: Frame, xs: Sequence[Tile]
 ) -> tuple[list[Tile], jax.Array]:
     """Distances from the means in steps, integers as float32; and the means' bits."""
@@ -79,7 +79,7 @@ def rotated_codes(
     pairs = zip(sizes, levels, strict=True)
     products = sum_over_group([lax.mul(a, b) for a, b in pairs]).astype(np.uint32)
     unit = power - grid.exponent + np.int32(2 * group.dropped_bits(size))
-    chance, spare = rotation.spare_bits(key, size), choice.SPARE if is_adaptive else 0
+    chance, spare = rotation.spare_bits(key, size), adaptive.SPARE if is_adaptive else 0
     scale = group.scale(squares.astype(np.uint32), products, unit, chance, spare)
     # No zero is negative: sums of products begin with +0, and so does `_rounded`.
     sign = lambda v: lax.shift_right_logical(pattern(v), np.uint32(31))
@@ -100,7 +100,7 @@ def rotated_values(
 ) -> list[Tile]:
     """Values, float32 and perhaps infinite; see `reference.rotated_values`."""
     size, bits = block.tiles.layout.group, block.tiles.bits
-    metadata = metadata & ~choice.ROTATED if is_adaptive else metadata
+    metadata = metadata & ~adaptive.ROTATED if is_adaptive else metadata
     mean = lax.bitwise_and(metadata, HIGH_HALF)
     key = _key(block, draw, mean)
     norm, fraction = np.float32(size**-0.5), group.fraction_bits(bits, size)
@@ -122,9 +122,9 @@ def plain_values(
     clean = metadata
     if is_adaptive:
         is_constant = affine_group.is_constant(metadata)
-        clean = lax.select(is_constant, metadata, choice.without_flags(metadata))
+        clean = lax.select(is_constant, metadata, adaptive.without_flags(metadata))
         keeps = lax.bitwise_or(
-            is_constant, lax.bitwise_not(choice.is_dithered(metadata))
+            is_constant, lax.bitwise_not(adaptive.is_dithered(metadata))
         )
         keeps = block.spread(keeps)
         counter = first_counter(block, draw, metadata)

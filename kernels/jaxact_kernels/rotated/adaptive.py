@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 
 from jaxact_kernels.affine.group import float_of
-from jaxact_kernels.rotated.centred import Frame, fixed_bits, power_of_two
+from jaxact_kernels.rotated.centered import Frame, fixed_bits, power_of_two
 from jaxact_kernels.rotated.group import NORMAL_ERROR, size_bits
 
 SPARE = 1  # bits of a scale and of a zero point, which say the choice
