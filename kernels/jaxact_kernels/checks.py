@@ -38,6 +38,13 @@ def check_float(dtype: np.dtype, shape: tuple[int, ...], kind: str) -> None:
         )
 
 
+def declines_float(dtype: jax.typing.DTypeLike) -> str | None:
+    """Why the kernels cannot read such elements; None where they can."""
+    if np.dtype(dtype).name in ("float32", "bfloat16", "float16"):
+        return None
+    return f"the kernels read float32, bfloat16 and float16, not {dtype}"
+
+
 def check_integer(dtype: np.dtype, shape: tuple[int, ...]) -> None:
     """Require integers, for the index format."""
     if dtype.name not in INTEGERS:

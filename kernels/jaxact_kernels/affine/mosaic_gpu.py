@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from jaxact_kernels import mosaic_compat, noise, words
+from jaxact_kernels import checks, mosaic_compat, noise, words
 from jaxact_kernels.affine import group
 from jaxact_kernels.affine.group import MAGIC, MAGIC_BITS
 from jaxact_kernels.affine.mosaic_block import (
@@ -117,8 +117,9 @@ def declines(
     if device is not None and capability is not None and capability < (9, 0):
         major, minor = capability
         return f"Mosaic GPU needs capability 9.0; {device.kind} has {major}.{minor}"
-    if np.dtype(dtype).name not in ("float32", "bfloat16", "float16"):
-        return f"the kernels read float32, bfloat16 and float16, not {dtype}"
+    reason = checks.declines_float(dtype)
+    if reason is not None:
+        return reason
     if layout.padding:
         return (
             f"a row of {layout.length} elements needs padding, which the Mosaic GPU "

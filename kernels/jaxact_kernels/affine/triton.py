@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from jaxact_kernels import noise, words
+from jaxact_kernels import checks, noise, words
 from jaxact_kernels.affine import group
 from jaxact_kernels.affine.group import small_float
 from jaxact_kernels.affine.reference import Stored
@@ -144,8 +144,9 @@ def tiles_for(layout: Layout, bits: int, config: Config) -> Tiles:
 
 def declines(layout: Layout, dtype: DTypeLike) -> str | None:
     """Why these kernels cannot serve an array; None where they can."""
-    if np.dtype(dtype).name not in ("float32", "bfloat16", "float16"):
-        return f"the kernels read float32, bfloat16 and float16, not {dtype}"
+    reason = checks.declines_float(dtype)
+    if reason is not None:
+        return reason
     if layout.group > MOST_PER_GROUP:
         return (
             f"a program holds a whole group, at most {MOST_PER_GROUP} elements, in "

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from jaxact_kernels import noise
+from jaxact_kernels import checks, noise
 from jaxact_kernels.affine import group as affine_group
 from jaxact_kernels.affine.triton_codes import (
     first_counter,
@@ -140,8 +140,9 @@ def decode(
 
 def declines(layout: Layout, dtype: DTypeLike) -> str | None:
     """Why these kernels cannot serve an array; None where they can."""
-    if np.dtype(dtype).name not in ("float32", "bfloat16", "float16"):
-        return f"the kernels read float32, bfloat16 and float16, not {dtype}"
+    reason = checks.declines_float(dtype)
+    if reason is not None:
+        return reason
     size = layout.group
     if size > MOST_PER_GROUP or size & (size - 1):
         return (
