@@ -27,6 +27,7 @@ from jax import lax
 from jaxact_kernels.numbering import Numbering
 
 GOLDEN = np.uint32(0x9E3779B9)  # odd, 2**32 / golden ratio: counters spread evenly
+LOW_HALF = np.uint32(0xFFFF)  # of a hash: 16 random bits
 
 
 def hash32(x: jax.Array) -> jax.Array:
@@ -34,6 +35,12 @@ def hash32(x: jax.Array) -> jax.Array:
     x = lax.mul(_xor_shifted(x, 16), np.uint32(0x7FEB352D))
     x = lax.mul(_xor_shifted(x, 15), np.uint32(0x846CA68B))
     return _xor_shifted(x, 16)
+
+
+def halves(hashes: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The low and the high 16 bits of hashes."""
+    low = lax.bitwise_and(hashes, LOW_HALF)
+    return low, lax.shift_right_logical(hashes, np.uint32(16))
 
 
 def content(pattern: jax.Array, shift: jax.Array | np.uint32) -> jax.Array:
@@ -125,7 +132,7 @@ def sixteen_bits(keys: jax.Array, group: int) -> jax.Array:
     hashes = repeat(hash32(counters), both, (*range(axis), axis + 1))
     # Low bits for a group's first half.
     shift = repeat(np.array([0, 16], np.uint32), both, (axis,))
-    bits = lax.bitwise_and(lax.shift_right_logical(hashes, shift), np.uint32(0xFFFF))
+    bits = lax.bitwise_and(lax.shift_right_logical(hashes, shift), LOW_HALF)
     return lax.reshape(bits, (*keys.shape, group))
 
 
@@ -152,8 +159,7 @@ def halves_in_turn(hashes: jax.Array, axis: int) -> jax.Array:
 
     XLA:CPU takes five times as long in the other form (4 Mi float32, jax 0.12).
     """
-    low = lax.bitwise_and(hashes, np.uint32(0xFFFF))
-    return lax.concatenate([low, lax.shift_right_logical(hashes, np.uint32(16))], axis)
+    return lax.concatenate(halves(hashes), axis)
 
 
 def halves_at_once(hashes: jax.Array, axis: int) -> jax.Array:
@@ -167,7 +173,7 @@ def halves_at_once(hashes: jax.Array, axis: int) -> jax.Array:
     halves = lax.shift_right_logical(lax.expand_dims(hashes, (axis,)), shift)
     *lead, first = hashes.shape[: axis + 1]
     joined = lax.reshape(halves, (*lead, 2 * first, *hashes.shape[axis + 1 :]))
-    return lax.bitwise_and(joined, np.uint32(0xFFFF))
+    return lax.bitwise_and(joined, LOW_HALF)
 
 
 def _xor_shifted(x: jax.Array, shift: int) -> jax.Array:

@@ -22,6 +22,7 @@ CONSTANT = np.uint32(0x8000)  # a scale's sign: the group holds one value
 NAN = np.uint32(0x7FC0)  # zero point where a group has a NaN; its scale is 0
 SMALLEST_SCALE = np.float32(2.0**-108)  # 2**17 / it is finite: 2**125
 HIGH_HALF = np.uint32(0xFFFF0000)
+FRACTION = np.uint32(0xFFFF)  # a fixed-point code's bits below 1
 ONE = np.uint32(1)
 HALF = np.float32(0.5)
 F32_MAX = float(np.finfo(np.float32).max)

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from jaxact_kernels import checks, mosaic_compat, noise, words
 from jaxact_kernels.affine import group
-from jaxact_kernels.affine.group import MAGIC, MAGIC_BITS
+from jaxact_kernels.affine.group import FRACTION, MAGIC, MAGIC_BITS
 from jaxact_kernels.affine.mosaic_block import (
     THREADS,
     Block,
@@ -33,7 +33,6 @@ from jaxact_kernels.numbering import Numbering
 from jaxact_kernels.tiles import Tiles, separate
 
 MOST_PER_THREAD = 64  # elements that a thread can keep in registers
-FRACTION = np.uint32(0xFFFF)  # a fixed-point code's bits below 1
 
 Tile = jax.Array  # elements, one tile from every group in a block
 
@@ -318,10 +317,6 @@ def _noise_pairs(
         return [(NEAREST, NEAREST)] * half
     key = noise.shard_key(draw, block.number(), own)
     first = lax.add(block.spread(key), lax.mul(block.column(), noise.GOLDEN))
-    pairs = []
-    for k in range(half):
-        step = np.uint32(k * tiles.width * int(noise.GOLDEN) % 2**32)
-        bits = noise.hash32(lax.add(first, step))
-        low = lax.bitwise_and(bits, FRACTION)
-        pairs.append((low, lax.shift_right_logical(bits, np.uint32(16))))
-    return pairs
+    golden, width = int(noise.GOLDEN), tiles.width
+    steps = [np.uint32(k * width * golden % 2**32) for k in range(half)]
+    return [noise.halves(noise.hash32(lax.add(first, step))) for step in steps]

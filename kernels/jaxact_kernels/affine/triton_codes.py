@@ -80,9 +80,7 @@ def round_tiles(
     for k in range(half):
         low = high = NEAREST
         if counter is not None:
-            bits = noise.hash32(lax.add(counter, _step(block, k)))
-            low = lax.bitwise_and(bits, np.uint32(0xFFFF))
-            high = lax.shift_right_logical(bits, np.uint32(16))
+            low, high = _noise_pair(block, counter, k)
         for tile, noise16 in ((k, low), (k + half, high)):
             t = fixed(to_float32(xs[tile]))
             codes[tile] = round_tile(block, tile, t, noise16)
@@ -99,10 +97,8 @@ def dithered_tiles(
     is_constant = block.spread(group.is_constant(metadata))
     dithered = list(codes)
     for k in range(half):
-        bits = noise.hash32(lax.add(counter, _step(block, k)))
-        low = lax.bitwise_and(bits, np.uint32(0xFFFF))
-        high = lax.shift_right_logical(bits, np.uint32(16))
-        for tile, noise16 in ((k, low), (k + half, high)):
+        pair = _noise_pair(block, counter, k)
+        for tile, noise16 in zip((k, k + half), pair, strict=True):
             value = group.dithered(codes[tile], noise16, block.tiles.bits)
             dithered[tile] = lax.select(is_constant, small_float(codes[tile]), value)
     return dithered
@@ -132,6 +128,11 @@ def first_counter(block: Block, draw: noise.Draw | None, own: jax.Array) -> Tile
     return lax.add(block.spread(key), lax.mul(column, noise.GOLDEN))
 
 
+def _noise_pair(block: Block, counter: Tile, k: int) -> tuple[Tile, Tile]:
+    """Noise for tile `k`, and for the tile half a group later."""
+    return noise.halves(noise.hash32(lax.add(counter, _step(block, k))))
+
+
 def _step(block: Block, k: int) -> np.uint32:
     """How far tile `k` is from the first in counters; its hashes serve two tiles."""
     return np.uint32(k * block.tiles.width * int(noise.GOLDEN) % 2**32)
@@ -149,7 +150,7 @@ def noise_for(
     bits = noise.hash32(lax.add(counter, step))
     shift = lax.convert_element_type(is_upper, np.uint32) * np.uint32(16)
     bits = lax.shift_right_logical(bits, lax.full_like(bits, shift))
-    return lax.bitwise_and(bits, np.uint32(0xFFFF))
+    return lax.bitwise_and(bits, noise.LOW_HALF)
 
 
 def to_float32(x: Tile) -> Tile:

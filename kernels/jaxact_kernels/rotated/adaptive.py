@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxact_kernels.affine.group import float_of
+from jaxact_kernels.affine.group import FRACTION, float_of
 from jaxact_kernels.rotated.centered import Frame, fixed_bits, power_of_two
 from jaxact_kernels.rotated.group import NORMAL_ERROR, size_bits
 
@@ -63,7 +63,7 @@ def spread(fixed: jax.Array) -> jax.Array:
     Args:
         fixed: codes in units of 2**-16.
     """
-    fraction = fixed & np.uint32(0xFFFF)
+    fraction = fixed & FRACTION
     return fraction * (np.uint32(65536) - fraction) >> np.uint32(16)
 
 
