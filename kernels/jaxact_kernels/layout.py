@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from jaxact_kernels.explicit import with_whole_groups
-from jaxact_kernels.words import WORD_BITS
+from jaxact_kernels.words import WORD_BITS, whole_words
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,18 +90,20 @@ def layout_of(shape: tuple[int, ...], group_size: int) -> Layout:
     while split > 1 and shape[split - 1] % 2 and _wastes(shape[split:], group_size):
         split -= 1
     length = math.prod(shape[split:])
+    return Layout(tuple(shape[:split]), length, *_balanced(length, group_size))
+
+
+def _balanced(length: int, group_size: int) -> tuple[int, int]:
+    """How many groups a row has, and how many elements each."""
     num_groups = -(-length // group_size)
-    if not num_groups:
-        return Layout(tuple(shape[:split]), length, num_groups, WORD_BITS)
-    group = WORD_BITS * -(-length // (WORD_BITS * num_groups))
-    return Layout(tuple(shape[:split]), length, num_groups, group)
+    longest = -(-length // num_groups) if num_groups else 1
+    return num_groups, whole_words(longest)
 
 
 def _wastes(row: tuple[int, ...], group_size: int) -> bool:
     """Whether padding is more than a twentieth of a row."""
     length = math.prod(row)
-    num_groups = max(1, -(-length // group_size))
-    group = WORD_BITS * -(-length // (WORD_BITS * num_groups))
+    num_groups, group = _balanced(length, group_size)
     return 20 * (num_groups * group - length) > length
 
 

@@ -25,6 +25,11 @@ def widths(bits: int) -> tuple[int, ...]:
     return tuple(1 << k for k in reversed(range(4)) if bits >> k & 1)
 
 
+def whole_words(codes: int) -> int:
+    """So many codes, and padding with which those of any width fill whole words."""
+    return WORD_BITS * -(-codes // WORD_BITS)
+
+
 def num_words(group: int, bits: int) -> int:
     """Words taken by one group, which has `group` codes."""
     return group * bits // WORD_BITS

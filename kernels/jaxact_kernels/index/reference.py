@@ -47,8 +47,7 @@ def index_layout(shape: tuple[int, ...]) -> Layout:
     layout = layout_of(shape, GROUP_SIZE)
     if layout.length % GROUP_SIZE == 0:
         return layout
-    group = words.WORD_BITS * -(-layout.length // words.WORD_BITS)
-    return Layout(layout.lead, layout.length, 1, group)
+    return Layout(layout.lead, layout.length, 1, words.whole_words(layout.length))
 
 
 def words_shape(shape: tuple[int, ...], bits: int) -> tuple[int, ...]:

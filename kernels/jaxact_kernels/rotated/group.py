@@ -16,7 +16,7 @@ from jax import lax
 from jaxact_kernels import checks
 from jaxact_kernels.affine.group import pattern
 from jaxact_kernels.rotated.centered import exponent_of, fixed_bits, power_of_two
-from jaxact_kernels.words import WORD_BITS, num_words as words_of
+from jaxact_kernels.words import WORD_BITS, num_words as words_of, whole_words
 
 # Positive levels with the least squared error for a standard normal (Lloyd 1982; Max
 # 1960, "Quantizing for minimum distortion"), in units of 1 / 512.
@@ -67,8 +67,7 @@ def num_coded(group: int, bits: float) -> int:
 
 def num_words(group: int, bits: float) -> int:
     """Words that a group's codes take: whole ones."""
-    coded = WORD_BITS * -(-num_coded(group, bits) // WORD_BITS)
-    return words_of(coded, code_bits(bits))
+    return words_of(whole_words(num_coded(group, bits)), code_bits(bits))
 
 
 def size_bits(group: int) -> int:
