@@ -43,7 +43,7 @@ from jaxact_kernels.normalization import Normalization, normalized_dtype
 from jaxact_kernels.numbering import Numbering
 from jaxact_kernels.tiles import Tiles, separate
 
-MOST_PER_GROUP = 4096
+MOST_IN_PROGRAM = 4096
 # Triton compares every load and store with all operations that it is connected to, so
 # that time to compile grows with the cube of this number; and a load is as wide as a
 # thread's share of a tile. From 16 to 8, joining shared words costs 4 to 6 % more
@@ -147,9 +147,9 @@ def declines(layout: Layout, dtype: DTypeLike) -> str | None:
     reason = checks.declines_float(dtype)
     if reason is not None:
         return reason
-    if layout.group > MOST_PER_GROUP:
+    if layout.group > MOST_IN_PROGRAM:
         return (
-            f"a program holds a whole group, at most {MOST_PER_GROUP} elements, in "
+            f"a program holds a whole group, at most {MOST_IN_PROGRAM} elements, in "
             f"registers; this one has {layout.group}"
         )
     return None

@@ -53,7 +53,7 @@ from jaxact_kernels.rotated.triton_codes import (
 from jaxact_kernels.rotated.triton_tiles import rotated_tiles
 from jaxact_kernels.tiles import Tiles
 
-MOST_PER_GROUP = 256
+MOST_IN_PROGRAM = 256
 # A warp has the 16 rows of one product of matrices: 128 elements of 256 in a thread.
 CONFIG = Config(groups=32, num_warps=2)
 
@@ -144,7 +144,7 @@ def declines(layout: Layout, dtype: DTypeLike) -> str | None:
     if reason is not None:
         return reason
     size = layout.group
-    if size > MOST_PER_GROUP or size & (size - 1):
+    if size > MOST_IN_PROGRAM or size & (size - 1):
         return (
             "a program rotates groups of 32, 64, 128 or 256 elements in registers; "
             f"this one has {size}"
