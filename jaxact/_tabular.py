@@ -7,7 +7,7 @@ import itertools
 import shutil
 import textwrap
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
 from jaxact._saved import Saved
 
@@ -145,6 +145,29 @@ class Tabular(Saved, abc.ABC):
             path=path,
             expand_state=parts.ExpandState.EXPANDED,
         )
+
+
+class _Sized(Protocol):
+    """A row with bytes."""
+
+    @property
+    def exact_bytes(self) -> int: ...
+    @property
+    def stored_bytes(self) -> int: ...
+
+
+S = TypeVar("S", bound=_Sized)
+
+
+def large_and_small(rows: Sequence[S]) -> tuple[list[S], list[S]]:
+    """Rows with 1 % of the exact or the stored bytes, and the others if several."""
+    exact = SMALL_SHARE * sum(row.exact_bytes for row in rows)
+    stored = SMALL_SHARE * sum(row.stored_bytes for row in rows)
+    is_large = lambda row: row.exact_bytes >= exact or row.stored_bytes >= stored
+    small = [row for row in rows if not is_large(row)]
+    if len(small) < 2:
+        return list(rows), []
+    return list(filter(is_large, rows)), small
 
 
 def bytes_text(number: float) -> str:

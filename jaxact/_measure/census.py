@@ -13,6 +13,7 @@ from jaxact._codec import Action, Bias
 from jaxact._flat import Flat
 from jaxact._jaxpr.compat import open_jaxpr
 from jaxact._jaxpr.primitives import CHECKPOINTS
+from jaxact._jaxpr.read import programs_in
 from jaxact._jaxpr.rewrite import without_unused
 from jaxact._jaxpr.types import Array, Eqn, Jaxpr, PyTree
 from jaxact._plan.forward import active_of, with_active
@@ -95,11 +96,8 @@ def _marks_inside(eqn: Eqn, copies: int) -> Iterator[tuple[Eqn, int]]:
     if eqn.primitive is mark_p:
         yield eqn, copies
     repeated = copies * eqn.params.get("length", 1)
-    for param in eqn.params.values():
-        for body in param if isinstance(param, tuple | list) else (param,):
-            inner, _ = open_jaxpr(body)
-            if hasattr(inner, "eqns"):
-                yield from _marks(inner, repeated)
+    for body in programs_in(eqn):
+        yield from _marks(body, repeated)
 
 
 def _bits(action: Action) -> float | None:

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from jaxact._saved import Saved
-from jaxact._tabular import SMALL_SHARE, Column, Tabular, bytes_text
+from jaxact._tabular import Column, Tabular, bytes_text, large_and_small
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,19 +107,8 @@ def module_table(residuals: Iterable[ModuleRow], depth: int | None) -> ModuleTab
 
 def folded(table: ModuleTable) -> tuple[list[ModuleRow], list[ModuleRow]]:
     """The rows with 1 % of the bytes or more, and one row for several smaller ones."""
-    total = table.total
-    is_large = [
-        row.stored_bytes >= SMALL_SHARE * total.stored_bytes
-        or row.exact_bytes >= SMALL_SHARE * total.exact_bytes
-        for row in table.rows
-    ]
-    pairs = list(zip(table.rows, is_large, strict=True))
-    small = [row for row, large in pairs if not large]
-    if len(small) < 2:
-        return list(table.rows), []
-    return [row for row, large in pairs if large], [
-        _sum(f"{len(small)} smaller", small)
-    ]
+    large, small = large_and_small(table.rows)
+    return large, [_sum(f"{len(small)} smaller", small)] if small else []
 
 
 def _sum(path: str, rows: Sequence[ModuleRow]) -> ModuleRow:

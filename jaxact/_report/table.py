@@ -14,7 +14,7 @@ from jaxact._policy import Rule
 from jaxact._report.bars import plot_modules
 from jaxact._report.by_module import ModuleRow, ModuleTable, module_table
 from jaxact._saved import Saved
-from jaxact._tabular import SMALL_SHARE, Column, Tabular, bytes_text
+from jaxact._tabular import SMALL_SHARE, Column, Tabular, bytes_text, large_and_small
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes  # pyright: ignore[reportMissingImports]
@@ -269,16 +269,9 @@ class ResidualTable(Tabular):
         return _COLUMNS, self.rows
 
     def _brief(self) -> tuple[list[Column[_Line]], list[_Line]]:
-        large = [
-            row.stored_bytes >= SMALL_SHARE * self.stored_bytes
-            or row.exact_bytes >= SMALL_SHARE * self.exact_bytes
-            for row in self.rows
-        ]
-        if large.count(False) < 2:
-            return _BRIEF, [_line(row) for row in self.rows]
-        lines = [_line(r) for r, kept in zip(self.rows, large, strict=True) if kept]
-        small = [r for r, kept in zip(self.rows, large, strict=True) if not kept]
-        return _BRIEF, [*lines, _small_line(small)]
+        large, small = large_and_small(self.rows)
+        rest = [_small_line(small)] if small else []
+        return _BRIEF, [*map(_line, large), *rest]
 
     def by_path(self, depth: int | None = None) -> ModuleTable:
         """Bytes by module, to be read beside `nn.tabulate` and `nnx.tabulate`.
