@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 
 from jaxact_kernels.layout import Layout
-from jaxact_kernels.words import WORD_BITS, fields
+from jaxact_kernels.words import WORD_BITS, fields, shift_left
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,15 +69,15 @@ class Tiles:
     def pack(self, codes: list[jax.Array]) -> list[jax.Array]:
         """Pack the tiles' codes: an array for each entry in `first_words`."""
         packed = []
-        for _, offset, width in self._fields():
-            repeats = self._repeats(width)
-            for m in range(repeats):
+        for _, offset, width in self._placed_fields():
+            apart = self._tiles_apart(width)
+            for m in range(apart):
                 terms = [
-                    _shift(
+                    shift_left(
                         cut_field(codes[k], offset, width, self.bits),
-                        k // repeats * self._step(width),
+                        k // apart * self._step(width),
                     )
-                    for k in range(m, self.count, repeats)
+                    for k in range(m, self.count, apart)
                 ]
                 packed.append(functools.reduce(lax.bitwise_or, terms))
         return self.join(packed)
@@ -91,11 +91,12 @@ class Tiles:
         before the first tile.
         """
         added = []
-        for _, offset, width in self._fields():
+        for _, offset, width in self._placed_fields():
             field = cut_field(code, offset, width, self.bits)
-            field = lax.shift_left(field, lax.full_like(field, self._shift(k, width)))
-            part = lax.rem(k, np.int32(self._repeats(width)))
-            for m in range(self._repeats(width)):
+            shift = lax.full_like(field, self._field_shift(k, width))
+            field = lax.shift_left(field, shift)
+            part = lax.rem(k, np.int32(self._tiles_apart(width)))
+            for m in range(self._tiles_apart(width)):
                 is_part = lax.full_like(field, lax.eq(part, np.int32(m)), np.bool_)
                 words = packed[len(added)]
                 added.append(lax.select(is_part, lax.bitwise_or(words, field), words))
@@ -116,10 +117,10 @@ class Tiles:
         A column's lowest field is at bit 0: shared words are shifted first.
         """
         code = None
-        for start, offset, width in self._fields():
-            repeats = self._repeats(width)
-            shift = k // repeats * self._step(width)
-            word = words[start + k % repeats * self.width]
+        for start, offset, width in self._placed_fields():
+            apart = self._tiles_apart(width)
+            shift = k // apart * self._step(width)
+            word = words[start + k % apart * self.width]
             is_last = shift + width == WORD_BITS
             field = _field(word, np.uint32(shift), offset, width, is_last)
             code = field if code is None else lax.bitwise_or(code, field)
@@ -129,13 +130,13 @@ class Tiles:
     def unpack_one(self, k: jax.Array, words: dict[int, jax.Array]) -> jax.Array:
         """The same for a `k` that is traced."""
         code = None
-        for start, offset, width in self._fields():
+        for start, offset, width in self._placed_fields():
             word = words[start]
-            part = lax.rem(k, np.int32(self._repeats(width)))
-            for m in range(1, self._repeats(width)):
+            part = lax.rem(k, np.int32(self._tiles_apart(width)))
+            for m in range(1, self._tiles_apart(width)):
                 is_part = lax.full_like(word, lax.eq(part, np.int32(m)), np.bool_)
                 word = lax.select(is_part, words[start + m * self.width], word)
-            shift = lax.full_like(word, self._shift(k, width))
+            shift = lax.full_like(word, self._field_shift(k, width))
             field = _field(word, shift, offset, width)
             code = field if code is None else lax.bitwise_or(code, field)
         assert code is not None
@@ -145,15 +146,15 @@ class Tiles:
         """Where, in a group's words, each array that `pack` returns starts."""
         return [
             start + m * self.width
-            for start, _, width in self._fields()
-            for m in range(self._repeats(width))
+            for start, _, width in self._placed_fields()
+            for m in range(self._tiles_apart(width))
         ]
 
     def columns_of(self, width: int) -> int:
         """Columns that do not share a word in a field with so many bits."""
         return self._columns(min(self._words_of(width), self.width))
 
-    def _fields(self) -> list[tuple[int, int, int]]:
+    def _placed_fields(self) -> list[tuple[int, int, int]]:
         """List (first word, offset in the code, width) for each field."""
         return [
             (self._words_of(offset), offset, width)
@@ -162,7 +163,9 @@ class Tiles:
 
     def _field_of_each(self) -> list[int]:
         return [
-            width for *_, width in self._fields() for _ in range(self._repeats(width))
+            width
+            for *_, width in self._placed_fields()
+            for _ in range(self._tiles_apart(width))
         ]
 
     def _words_of(self, bits: int) -> int:
@@ -173,7 +176,7 @@ class Tiles:
         """Columns for so many elements, whole runs."""
         return elements // self.run * self.padded_run
 
-    def _repeats(self, width: int) -> int:
+    def _tiles_apart(self, width: int) -> int:
         """Tiles, one after another, whose fields are in different words."""
         return max(1, self._words_of(width) // self.width)
 
@@ -181,8 +184,8 @@ class Tiles:
         """By how many bits the fields of so many tiles lie above those before."""
         return max(1, self.width // self._words_of(width)) * width
 
-    def _shift(self, k: jax.Array, width: int) -> jax.Array:
-        slot = lax.div(k, np.int32(self._repeats(width)))
+    def _field_shift(self, k: jax.Array, width: int) -> jax.Array:
+        slot = lax.div(k, np.int32(self._tiles_apart(width)))
         shift = lax.mul(slot, np.int32(self._step(width)))
         return lax.convert_element_type(shift, np.uint32)
 
@@ -227,8 +230,4 @@ def _field(
     field = lax.shift_right_logical(word, shift)
     if not is_last:
         field = lax.bitwise_and(field, np.uint32((1 << width) - 1))
-    return _shift(field, offset)
-
-
-def _shift(x: jax.Array, by: int) -> jax.Array:
-    return lax.shift_left(x, np.uint32(by)) if by else x
+    return shift_left(field, offset)

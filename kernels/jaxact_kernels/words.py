@@ -68,7 +68,7 @@ def unpack_slots(words: jax.Array, bits: int) -> jax.Array:
     operations after they are joined (4 Mi float32, jax 0.12).
     """
     *lead, size = words.shape
-    per_bit, repeats, axis = size // bits, _repeats(bits), len(lead)
+    per_bit, repeats, axis = size // bits, _word_axes(bits), len(lead)
     codes, start = None, 0
     for i, (offset, width) in enumerate(fields(bits)):
         outer = repeats[: i + 1]
@@ -83,7 +83,7 @@ def unpack_slots(words: jax.Array, bits: int) -> jax.Array:
         offsets = _offsets(width).reshape(outer)
         shift = lax.broadcast_in_dim(offsets, shape, range(axis, split))
         code = lax.shift_right_logical(field, shift)
-        code = _shift_left(lax.bitwise_and(code, np.uint32((1 << width) - 1)), offset)
+        code = shift_left(lax.bitwise_and(code, np.uint32((1 << width) - 1)), offset)
         codes = code if codes is None else lax.bitwise_or(codes, code)
         start += per_bit * width
     assert codes is not None
@@ -111,7 +111,7 @@ def join_planes(planes: Sequence[jax.Array]) -> jax.Array:
     for i, plane in enumerate(planes):
         plane = lax.expand_dims(plane, (len(lead),))
         field = lax.bitwise_and(lax.shift_right_logical(plane, shift), LOWEST_BITS)
-        field = _shift_left(field, i)
+        field = shift_left(field, i)
         joined = field if joined is None else lax.bitwise_or(joined, field)
     assert joined is not None
     return lax.reshape(joined, (*lead, 8 * size))
@@ -123,18 +123,19 @@ def fields(bits: int) -> list[tuple[int, int]]:
     return list(zip(itertools.accumulate((0, *sizes[:-1])), sizes, strict=True))
 
 
+def shift_left(x: jax.Array, by: int) -> jax.Array:
+    """Move bits up; by none without an operation."""
+    return lax.shift_left(x, np.uint32(by)) if by else x
+
+
 def _fold(slots: jax.Array, slot: int, width: int) -> jax.Array:
     """Join each group's upper half to its lower until slots are `width` bits apart."""
     while slot > width:
         slot //= 2
         axis, half = slots.ndim - 1, slots.shape[-1] // 2
         lower, upper = lax.split(slots, (half, half), axis)
-        slots = lax.bitwise_or(lower, _shift_left(upper, slot))
+        slots = lax.bitwise_or(lower, shift_left(upper, slot))
     return slots
-
-
-def _shift_left(x: jax.Array, by: int) -> jax.Array:
-    return lax.shift_left(x, np.uint32(by)) if by else x
 
 
 def _shift_right(x: jax.Array, by: int) -> jax.Array:
@@ -146,7 +147,7 @@ def _offsets(width: int) -> np.ndarray:
     return np.arange(0, WORD_BITS, width, dtype=np.uint32)
 
 
-def _repeats(bits: int) -> tuple[int, ...]:
+def _word_axes(bits: int) -> tuple[int, ...]:
     """Axes over which words repeat, one more for each field: 7 -> (8, 2, 2).
 
     A word in a field f bits wide serves 32 / f elements. Cutting a group into these
