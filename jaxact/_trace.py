@@ -346,7 +346,7 @@ def arguments(
                     "Give names or positions of its arguments."
                 )
 
-    def described(number: int, label: str) -> Argument:
+    def argument(number: int, label: str) -> Argument:
         position = positional.index(label) if label in positional else number
         names = {label, position}
         if number < len(args):
@@ -357,7 +357,7 @@ def arguments(
         kind = Kind.PARAMETER if names.isdisjoint(wanted) else Kind.ACTIVATION
         return Argument(label, kind, is_static)
 
-    return [described(i, label) for i, label in enumerate(labels)]
+    return [argument(i, label) for i, label in enumerate(labels)]
 
 
 def _parameters(f: Callable[..., object]) -> tuple[list[str], list[str]]:

@@ -53,7 +53,7 @@ def trace_and_compile(
     gpu_of(target)  # a value that is no name has no hash, perhaps
     device = device_of(target)
     args, kwargs = jax.tree.map(abstract_on(device), (tuple(args), kwargs))
-    with described(target), complete_toolchain(target):
+    with lowering_for(target), complete_toolchain(target):
         # Pallas looks for its device while tracing and lowering.
         traced = traceable.trace(*args, **kwargs)
         lowered = traced.lower(lowering_platforms=("cuda",))
@@ -153,10 +153,10 @@ def _register_compiler(target: str) -> None:
             os.environ[skip] = before
 
 
-def described(target: str) -> contextlib.AbstractContextManager[object]:
+def lowering_for(target: str) -> contextlib.AbstractContextManager[object]:
     """The context in which Pallas lowers for `target` and no local device."""
     gpu = gpu_of(target)
-    return kernel_device.described(kernel_device.Device(gpu.name), gpu.cores)
+    return kernel_device.lowering_for(kernel_device.Device(gpu.name), gpu.cores)
 
 
 @contextlib.contextmanager

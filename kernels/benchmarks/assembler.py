@@ -19,8 +19,8 @@ import jax
 from jaxact._memory.compiling import (
     abstract_on,
     complete_toolchain,
-    described,
     device_of,
+    lowering_for,
 )
 
 
@@ -63,7 +63,7 @@ def assemble(function, *args, target="h100", **kwargs):
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         _wrap_assembler(folder)
-        stack.enter_context(described(target))
+        stack.enter_context(lowering_for(target))
         stack.enter_context(complete_toolchain(target))
         lowered = traceable.trace(*args, **kwargs).lower(lowering_platforms=("cuda",))
         options = {"xla_gpu_cuda_data_dir": str(folder)}

@@ -168,7 +168,7 @@ def _assemble_mosaic(function: Any, *operands: Any) -> Any:
         tempfile.TemporaryDirectory() as name,
         unittest.mock.patch.dict(os.environ, MOSAIC_GPU_DUMP_TO=name),
         unittest.mock.patch.dict(os.environ, MOSAIC_GPU_DUMP_PTX="1"),
-        compiling.described(TARGET),
+        compiling.lowering_for(TARGET),
         compiling.complete_toolchain(TARGET),
     ):
         traced = jax.jit(function).trace(*operands)

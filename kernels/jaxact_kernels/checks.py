@@ -73,10 +73,10 @@ def check_stored(
 
     Args:
         stored: the arrays.
-        required: dtype and shape for each, from `described`.
+        required: dtype and shape for each, from `array_text`.
         **options: to name in the message.
     """
-    descriptions = [described(part.dtype, part.shape) for part in stored]
+    descriptions = [array_text(part.dtype, part.shape) for part in stored]
     if descriptions != list(required):
         names = ", ".join(f"{name}={value}" for name, value in options.items())
         raise ValueError(
@@ -85,6 +85,6 @@ def check_stored(
         )
 
 
-def described(dtype: np.dtype | str, shape: Sequence[int]) -> str:
+def array_text(dtype: np.dtype | str, shape: Sequence[int]) -> str:
     """Describe an array in a message: `uint32[2, 3]`."""
     return f"{dtype}{list(shape)}"

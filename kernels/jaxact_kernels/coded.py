@@ -73,7 +73,7 @@ class CodedOperation(Operation):
         layout = self.layout
         groups = (*layout.lead, layout.num_groups)
         packed = (*groups, self.num_words)
-        required = [checks.described("uint32", each) for each in (packed, groups)]
+        required = [checks.array_text("uint32", each) for each in (packed, groups)]
         options = {"bits": self.bits, "group_size": self.group_size}
         checks.check_stored(stored, [*required, *others], shape=self.shape, **options)
 

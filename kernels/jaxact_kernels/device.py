@@ -69,7 +69,7 @@ def without_triton(device: Device) -> str | None:
     return f"Triton needs compute capability 8.0; {device.kind} has {major}.{minor}"
 
 
-def described(
+def lowering_for(
     device: Device, num_cores: int | None = None
 ) -> contextlib.AbstractContextManager[object]:
     """The context in which Pallas lowers for a device, and for no mesh."""

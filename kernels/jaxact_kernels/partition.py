@@ -20,7 +20,7 @@ from jax.interpreters import mlir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxact_kernels.cuts import MeshAxes, num_parts, with_other
-from jaxact_kernels.device import Device, described
+from jaxact_kernels.device import Device, lowering_for
 from jaxact_kernels.numbering import Numbering, box, row_major
 from jaxact_kernels.operation import (
     GROUP_AXIS,
@@ -89,7 +89,7 @@ def single_device_kernel(
 
     def call(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays]
-        with described(device):
+        with lowering_for(device):
             results = jax.eval_shape(mapped, *shapes)
         results = tuple(core.ShapedArray(r.shape, r.dtype) for r in results)
         return tuple(kernel_p.bind(*arrays, f=mapped, device=device, results=results))
@@ -106,7 +106,7 @@ def _lower_kernel(
 ) -> Sequence[mlir.ir.Value]:
     plain = [_without_sharding(operand) for operand in ctx.avals_in]
     ctx = ctx.replace(avals_in=plain, avals_out=results)
-    with described(device):
+    with lowering_for(device):
         return mlir.lower_fun(f, multiple_results=True)(ctx, *values)
 
 

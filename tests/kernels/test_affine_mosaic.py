@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxact._memory.compiling import abstract_on, described, device_of
+from jaxact._memory.compiling import abstract_on, device_of, lowering_for
 from jaxact_kernels.affine import Stored, mosaic_gpu, reference
 from jaxact_kernels.device import Device
 from jaxact_kernels.layout import layout_of
@@ -227,7 +227,7 @@ def test_h100_spills_nothing_and_rounds_as_written(bits, dtype, tmp_path, monkey
     )
     encode = kernel(**options)
     decode = functools.partial(mosaic_gpu.decode, shape=x.shape, dtype=dtype, **options)
-    with described("h100"):
+    with lowering_for("h100"):
         for f, args in (encode, (x, seed)), (jax.jit(decode), (stored,)):
             f.trace(*args).lower(lowering_platforms=("cuda",)).compile()
     # A sum may take in a product by a constant, which is exact, and no other.

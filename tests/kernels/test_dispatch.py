@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxact_kernels import affine, index, mask, rotated
-from jaxact_kernels.device import Device, described
+from jaxact_kernels.device import Device, lowering_for
 from support.subjects import Affine, sample
 
 SHAPE = (8, 1024)
@@ -23,7 +23,7 @@ def round_trip(x, seed):
 
 
 def lowered(f, *args, platforms, device="NVIDIA H100 80GB HBM3"):
-    with described(Device(device)):
+    with lowering_for(Device(device)):
         return jax.jit(f).trace(*args).lower(lowering_platforms=platforms).as_text()
 
 

@@ -76,7 +76,7 @@ def decode(
     """
     shape = tuple(shape)
     operation = Decode(shape, jnp.dtype(dtype), bits, is_fused=is_fused)
-    required = _checks.described("uint32", reference.words_shape(shape, bits))
+    required = _checks.array_text("uint32", reference.words_shape(shape, bits))
     _checks.check_stored([words], [required], shape=shape, bits=bits)
     return run(operation, words, implementation=implementation)
 

@@ -71,9 +71,9 @@ def decode(
     required = reference.words_shape(shape)
     if words.dtype != np.uint32 or words.shape != required:
         raise ValueError(
-            f"got words {_checks.described(words.dtype, words.shape)}; a mask of shape "
-            f"{shape} requires {_checks.described('uint32', required)}; pass the shape "
-            "that was encoded"
+            f"got words {_checks.array_text(words.dtype, words.shape)}; a mask of "
+            f"shape {shape} requires {_checks.array_text('uint32', required)}; pass "
+            "the shape that was encoded"
         )
     operation = Decode(shape, np.dtype(np.bool_), is_fused=is_fused)
     return run(operation, words, implementation=implementation)
@@ -90,7 +90,7 @@ def stored_bytes(shape: tuple[int, ...]) -> int:
 
 def _threshold(x: jax.Array, above: jax.typing.ArrayLike) -> jax.Array:
     """`above` as a scalar with the dtype that `x` has."""
-    array = _checks.described(x.dtype, x.shape)
+    array = _checks.array_text(x.dtype, x.shape)
     is_integer = jnp.issubdtype(x.dtype, np.integer)
     if not is_integer and not jnp.issubdtype(x.dtype, np.floating):
         raise ValueError(

@@ -28,7 +28,7 @@ class MaskOperation(index.IndexOperation):
     def check(self) -> None:
         if self.dtype != np.bool_:
             raise ValueError(
-                f"got {checks.described(self.dtype, self.shape)} and no threshold; a "
+                f"got {checks.array_text(self.dtype, self.shape)} and no threshold; a "
                 "mask is boolean; pass above=0 to store x > 0, compare first, or use "
                 "jaxact_kernels.affine for floats"
             )

@@ -125,8 +125,8 @@ def _check_stored(stored: Stored, shape: tuple[int, ...], group_size: int) -> No
     # How many shards and planes there are depends on other options than these.
     planes = (*stored.words.shape[:2], *plane)
     required = [
-        _checks.described("uint32", planes),
-        _checks.described("uint32", groups),
-        _checks.described("uint8", layout.lead[:1]),
+        _checks.array_text("uint32", planes),
+        _checks.array_text("uint32", groups),
+        _checks.array_text("uint8", layout.lead[:1]),
     ]
     _checks.check_stored(stored, required, shape=shape, group_size=group_size)

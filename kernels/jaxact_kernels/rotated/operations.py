@@ -123,4 +123,4 @@ class Decode(RotatedOperation):
 
     def check_stored(self, stored: Stored) -> None:
         """Raise `ValueError` where this cannot decode such arrays."""
-        self.check_arrays(stored, checks.described("uint32", ()))
+        self.check_arrays(stored, checks.array_text("uint32", ()))
