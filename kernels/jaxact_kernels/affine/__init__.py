@@ -1,6 +1,8 @@
 """Floats as codes with 1 to 8 bits, and a zero point and a scale per group.
 
-The stored format and its contracts are in `reference`.
+The stored format and its contracts are in `reference`. `encode` and `decode` check the
+seed and the stored arrays too; a codec, whose arrays are its own, runs `Encode` and
+`Decode` by `dispatch.run`.
 """
 
 import jax

@@ -52,15 +52,14 @@ def decode(
     )
 
 
-def declines(layout: Layout, dtype: DTypeLike, bits: int = 1) -> str | None:
+def declines(layout: Layout, dtype: DTypeLike) -> str | None:
     """Say why there is no kernel for such an array; None where there is.
 
     Args:
         layout: the array's, from `index_layout`.
         dtype: bool, or the dtype that is compared.
-        bits: in a code.
     """
-    return index.declines_outside(DTYPES, layout, dtype, bits)
+    return index.declines_outside(DTYPES, layout, dtype, bits=1)
 
 
 def _code(x: jax.Array, *above: jax.Array) -> jax.Array:
