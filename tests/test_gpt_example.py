@@ -163,7 +163,7 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path, capsys, monkeypatch):
     assert "goes on from step 4" in printed
     loop.run(toy(), options("--policy", "acgc", *saved))
     assert "finished at step 5" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="holds policy acgc, bits 4; this is policy none"):
+    with pytest.raises(ValueError, match="policy acgc, bits 4; this is policy none"):
         loop.run(toy(), options("--policy", "none", *saved))
 
 
