@@ -14,9 +14,9 @@ decoder; about 190 s of CPU time. Validation loss in nats, stored residuals and 
 compiled step's temporary memory in MiB (2-core CPU, JAX 0.12.0, Python 3.12, one seed):
 
                       Python's source    tinyshakespeare    stored    temp
-  without adapters              2.547              3.198
-  --policy none                 2.153              2.342      72.8    85.6
-  (4 bits)                      2.168              2.354      11.3    22.0
+  without adapters              2.649              3.222
+  --policy none                 2.306              2.484      72.8    85.6
+  (4 bits)                      2.323              2.478      11.3    22.0
 
 Full: 1000 steps of 8 sequences of 1024 tokens, attention recomputed. With a config.json
 of Mistral-7B-v0.3 (32 layers of width 4096) as FOLDER, `--size full --dry-run --target

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import sys
 from pathlib import Path
 
 import jax
@@ -77,7 +78,7 @@ def parameters(network):
 def test_sizes_grow_what_they_name(load):
     networks, sizes = load("step_networks").NETWORKS, load("sizes")
     deep, wide, large = (
-        sizes.quantity_of("resnet152", vary).resized(networks["resnet152"], size)
+        sizes.sizes_of("resnet152")[vary].resized(networks["resnet152"], size)
         for vary, size in (("depth", 94), ("width", 128), ("resolution", 448))
     )
     # Blocks are shared 8 to 36, as in ResNet-152 with its 50 blocks.
@@ -91,8 +92,17 @@ def test_sizes_grow_what_they_name(load):
     )
     assert parameters(wide) == 126_886_696
     assert large.example.shape == (1, 448, 448, 3)
-    with pytest.raises(ValueError, match="gcn has no such size.*batch, width"):
-        sizes.quantity_of("gcn", "resolution")
+
+
+def test_networks_without_the_size_are_refused_or_left_out(load, monkeypatch, capsys):
+    batch = load("batch")
+    command = ["batch.py", "--vary", "resolution"]
+    monkeypatch.setattr(sys, "argv", command)
+    assert batch.parse().model == ["resnet50"]
+    monkeypatch.setattr(sys, "argv", [*command, "--model", "resnet50", "gcn"])
+    with pytest.raises(SystemExit):
+        batch.parse()
+    assert "gcn has no such size, but batch, width" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["llama-1b-lora", "bert-large", "gcn"])

@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from environment import environment
-from sizes import NAMES, quantity_of
+from sizes import NAMES, sizes_of
 from step_networks import FULL, NETWORKS, Network
 from step_runs import Trainer
 from step_ways import WAYS, Way, compressed, compressed_checkpoint
@@ -53,20 +53,27 @@ The authors' own figures, on other networks and GPUs, for comparison: ActNN trai
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     choice = functools.partial(parser.add_argument, nargs="+", metavar="NAME")
-    choice("--model", choices=NETWORKS, default=list(FULL), help=", ".join(NETWORKS))
+    choice("--model", choices=NETWORKS, help=", ".join(NETWORKS))
     choice("--rows", choices=ROWS, default=list(ROWS), help="; ".join(ROWS))
     parser.add_argument("--vary", choices=NAMES, default="batch", help="; ".join(NAMES))
     parser.add_argument("--memory", nargs="+", default=["24GiB", "80GiB"])
     parser.add_argument("--target", default="h100", help="GPU to compile for")
     parser.add_argument("--output", type=Path, help="name of files, without a suffix")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.model is None:
+        options.model = [name for name in FULL if options.vary in sizes_of(name)]
+    for name in options.model:
+        if options.vary not in sizes_of(name):
+            known = ", ".join(sizes_of(name))
+            parser.error(f"--vary {options.vary}: {name} has no such size, but {known}")
+    return options
 
 
 def largest(
     name: str, vary: str, way: Way, memory: str, target: str, earlier: list[Record]
 ) -> Record:
     """The largest size for one network, quantity, way and memory."""
-    network, quantity = NETWORKS[name], quantity_of(name, vary)
+    network, quantity = NETWORKS[name], sizes_of(name)[vary]
     start = time.perf_counter()
 
     def step_of_size(size: int) -> tuple[Any, tuple[Any, Any]]:
@@ -178,7 +185,7 @@ def table(columns: dict[str, list[Record]]) -> str:
 
 def title(row: Record) -> str:
     network = NETWORKS[row["network"]]
-    phrase = quantity_of(row["network"], row["vary"]).phrase(network)
+    phrase = sizes_of(row["network"])[row["vary"]].phrase(network)
     about = network.about.replace(phrase, "")
     step = f", multiples of {row['multiple_of']}" if row["multiple_of"] > 1 else ""
     return f"**Largest {row['vary']}: {about}**; {row['unit']}{step}"
@@ -225,12 +232,14 @@ def main() -> None:
     options = parse()
     path = options.output and options.output.with_suffix(".json")
     rows = json.loads(path.read_text()) if path and path.exists() else []
-    key = lambda row: (row["network"], row["vary"], row["way"], row["memory"])
+    key = lambda row: tuple(
+        row[name] for name in ("network", "vary", "way", "memory", "target")
+    )
     done = {key(row) for row in rows if row["next_bytes"] is not None}
     for memory in options.memory:
         for name in options.model:
             for way in options.rows:
-                if (name, options.vary, way, memory) in done:
+                if (name, options.vary, way, memory, options.target) in done:
                     continue
                 chosen = name, options.vary, ROWS[way], memory, options.target
                 found = largest(*chosen, rows)

@@ -48,7 +48,7 @@ class Found:
       bits: stored for each compressed element, with metadata.
       score: mean over seeds of a whole training with these bits.
       steps: of all trainings that the choice took, and the last of them.
-      seconds: the same, with compilation.
+      seconds: the same, with the compilation of all that no way before compiled.
     """
 
     way: str

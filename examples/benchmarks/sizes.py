@@ -114,15 +114,6 @@ SIZES: dict[str, dict[str, Quantity]] = {
 NAMES = "batch", "depth", "width", "resolution"
 
 
-def quantity_of(name: str, vary: str) -> Quantity:
-    """The quantity `vary` of the network `name`.
-
-    Raises:
-      ValueError: this network has no such size.
-    """
-    known = {"batch": batch(NETWORKS[name])} | SIZES.get(name, {})
-    if vary not in known:
-        raise ValueError(
-            f"--vary {vary}: {name} has no such size; choose of {', '.join(known)}"
-        )
-    return known[vary]
+def sizes_of(name: str) -> dict[str, Quantity]:
+    """The quantities that the network `name` has, by their names on the command."""
+    return {"batch": batch(NETWORKS[name])} | SIZES.get(name, {})
