@@ -78,7 +78,11 @@ def encoder() -> tuple[Bert, Params | None, Callable[[str], list[int]]]:
 
 
 def paragraphs(encode: Callable[[str], list[int]], length: int) -> Paragraphs:
-    """Those of the topics with most of them, in the order of Python's help."""
+    """Those of the topics with most of them, in the order of Python's help.
+
+    Without those that the help repeats, such as a statement's under `compound` too: one
+    would be learned under one topic and asked for under the other.
+    """
     from pydoc_data.topics import topics
 
     blocks = {name: topics[name].split("\n\n")[1:] for name in sorted(topics)}
@@ -88,6 +92,8 @@ def paragraphs(encode: Callable[[str], list[int]], length: int) -> Paragraphs:
         for block in found
         if len(block) >= 2 * LENGTH
     ]
+    count = Counter(text for _, text in texts)
+    texts = [(name, text) for name, text in texts if count[text] == 1]
     names = [n for n, _ in Counter(name for name, _ in texts).most_common(TOPICS)]
     texts = [(name, text) for name, text in texts if name in names]
     tokens = np.full((len(texts), length), -1, np.int32)

@@ -183,9 +183,10 @@ class ResidualTable(Tabular):
       referenced_bytes: bytes of arguments and constants that the backward pass reads in
         place, such as parameters; they exist anyway and are not in the sums.
       unused_rules: rules that matched nothing, from all policies in the function.
-      checkpointed: residuals of compressed calls in a `jax.checkpoint`. They are packed
-        while the backward pass computes a checkpoint again, and gone before the next
-        one; they are not in the sums.
+      checkpointed: residuals of compressed calls in a `jax.checkpoint`, and of those
+        that a custom rule differentiates. They are packed while the backward pass
+        computes a checkpoint again, and gone before the next one; they are not in the
+        sums.
     """
 
     derived = ("exact_bytes", "stored_bytes", "host_bytes", "ratio")
@@ -242,8 +243,9 @@ class ResidualTable(Tabular):
         exact = sum(row.exact_bytes for row in self.checkpointed)
         stored = sum(row.stored_bytes for row in self.checkpointed)
         return [
-            f"{len(self.checkpointed)} more are packed while checkpoints are computed "
-            f"again, those of one checkpoint at a time: {bytes_text(exact)} exact, "
+            f"{len(self.checkpointed)} more are packed while checkpoints, or custom "
+            "rules, compute them again, those of one at a time: "
+            f"{bytes_text(exact)} exact, "
             f"{bytes_text(stored)} stored"
         ]
 

@@ -73,8 +73,12 @@ def tabulate(
 
 
 def checkpointed_rows(eqns: Sequence[Eqn]) -> tuple[ResidualRow, ...]:
-    """The residuals that a backward program's checkpoints pack, in forward's order."""
-    groups = list(_checkpoints(eqns))  # the last one's backward pass is first
+    """The residuals that a backward program packs again, in forward's order.
+
+    Its checkpoints do, and custom rules that differentiate compressed calls.
+    """
+    groups = [list(_marks_in(eqns, 1))]
+    groups += _checkpoints(eqns)  # the last one's backward pass is first
     return tuple(
         _marked_row(eqn, copies, _bytes_of(eqn.outvars, copies))
         for marks in reversed(groups)
@@ -94,11 +98,16 @@ def _checkpoints(eqns: Sequence[Eqn]) -> Iterator[list[tuple[Eqn, int]]]:
 def _marks_inside(eqn: Eqn, copies: int) -> Iterator[tuple[Eqn, int]]:
     """The marks in an equation's programs, but for those in checkpoints of these."""
     for body in programs_in(eqn):
-        for e in body.eqns:
-            if e.primitive is mark_p:
-                yield e, copies
-            elif e.primitive.name not in CHECKPOINTS:
-                yield from _marks_inside(e, copies * e.params.get("length", 1))
+        yield from _marks_in(body.eqns, copies)
+
+
+def _marks_in(eqns: Sequence[Eqn], copies: int) -> Iterator[tuple[Eqn, int]]:
+    """The marks among equations and in them, but for those in checkpoints."""
+    for eqn in eqns:
+        if eqn.primitive is mark_p:
+            yield eqn, copies
+        elif eqn.primitive.name not in CHECKPOINTS:
+            yield from _marks_inside(eqn, copies * eqn.params.get("length", 1))
 
 
 class _Bytes(NamedTuple):

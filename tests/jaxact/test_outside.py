@@ -92,6 +92,21 @@ def test_a_checkpointed_call_stores_nothing(loops, is_step):
     assert jaxact.ResidualTable.from_dict(table.to_dict()) == table
 
 
+def test_a_call_that_a_custom_rule_differentiates():
+    """As adjoints of differential equations do: each step is computed again."""
+    packed = jaxact.compress(mlp, activations="x")
+    f = jax.custom_vjp(packed)
+    f.defvjp(lambda p, x: (f(p, x), (p, x)), lambda r, ct: jax.vjp(packed, *r)[1](ct))
+    inside = jaxact.residuals(packed, P, X)
+    for table in (
+        jaxact.residuals(lambda p, x: f(p, x).sum(), P, X),
+        jaxact.residuals(jax.grad(lambda p, x: f(p, x).sum()), P, X, argnums=()),
+    ):
+        assert table.stored_bytes == 0
+        assert [r.key for r in table.checkpointed] == [r.key for r in inside.rows]
+        assert f"{len(inside.rows)} more are packed" in table.summary()
+
+
 def test_checkpointed_linen_blocks():
     class Block(nn.Module):
         @nn.compact
