@@ -115,3 +115,11 @@ def test_training():
     assert "test accuracy" in text
     plain, packed = rows(text)[-2:]
     assert mib(packed[2]) * 6 <= mib(plain[2])
+
+
+def test_no_paragraph_is_learned_and_asked_for(load):
+    sentences = load("sentences")
+    found = sentences.paragraphs(lambda text: list(text.encode()), length=16)
+    held_out = np.arange(len(found.topics)) % sentences.HELD_OUT == 0
+    learned = {row.tobytes() for row in found.tokens[~held_out]}
+    assert not [row for row in found.tokens[held_out] if row.tobytes() in learned]
