@@ -1,5 +1,6 @@
-"""The documentation builds without a warning and leaves no public name out."""
+"""The documentation builds without a warning, with its links and all public names."""
 
+import re
 import subprocess
 import sys
 import zlib
@@ -28,4 +29,9 @@ def test_the_reference_has_every_public_name(tmp_path):
     wanted = {f"jaxact.{name}" for name in public}
     wanted |= {f"jaxact_kernels.{name}" for name in jaxact_kernels.__all__}
     assert wanted <= found
-    assert (pages / "index.html").exists() and (pages / "examples.html").exists()
+    assert (pages / "examples.html").exists()
+    front = (pages / "index.html").read_text()
+    # Files that the README links to, as pages: a guide, a section, the changes.
+    for link in "numerics.html#the-label-of-a-residual", "examples.html#on-a-gpu":
+        assert f'href="{link}"' in front
+    assert re.search(r'href="changelog.html"[^>]*><span class="[^"]*">Changes<', front)
