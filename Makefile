@@ -45,8 +45,9 @@ clean:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "jaxact needs Python >= 3.11: make PYTHON=python3.12 ..." >&2; exit 1; }
 	$(PYTHON) -m venv --clear .venv
-	$(PIP) --editable '.[examples,plots,targets]' 2>/dev/null || \
-	  $(PIP) --editable '.[examples,plots]' # no GPU compiler for this platform
+	$(PIP) --editable '.[examples,plots,targets]' || { \
+	  echo "Without the GPU compiler (targets), for the reason above:" >&2; \
+	  $(PIP) --editable '.[examples,plots]'; }
 	@touch $@
 
 .venv/dev: .venv/demo
