@@ -19,6 +19,7 @@ import jaxact_kernels
 from support.variants import thorough
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
+TIMEOUT = 900  # seconds: for an example that waits, many times what any takes
 TOY = "--epochs 6 --batch 64 --channels 16 32 --blocks 1".split()
 
 
@@ -34,7 +35,9 @@ def run(script, *options):
         "COLUMNS": "120",
     }
     command = [sys.executable, str(EXAMPLES / script), *map(str, options)]
-    ran = subprocess.run(command, capture_output=True, text=True, env=environment)
+    ran = subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=TIMEOUT
+    )
     assert ran.returncode == 0, ran.stderr
     return ran.stdout
 

@@ -42,8 +42,9 @@ def test_no_test_is_listed_twice_in_a_mode():
 
 
 def test_a_missing_checkout_is_skipped_with_what_to_give(capsys):
-    assert peer_suites.main(["--suite=RematTest", "--jax=/nowhere"]) == 0
-    assert "give --jax PATH" in capsys.readouterr().out
+    assert peer_suites.main(["--suite=RematTest", "--jax=/nowhere"]) == 1
+    printed = capsys.readouterr().out
+    assert "give --jax PATH" in printed and "no suite ran" in printed
 
 
 def run(folder, suite, source, capsys):

@@ -20,7 +20,7 @@ RENEWED = 500  # programs, after which compiled operations are forgotten
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="fuzz", description=__doc__)
-    parser.add_argument("--count", type=int, default=300, help="programs")
+    parser.add_argument("--count", type=_positive, default=300, help="programs")
     parser.add_argument("--seed", type=int, default=0, help="of the first program")
     parser.add_argument("--only", type=int, nargs="+", help="these seeds")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
@@ -52,6 +52,12 @@ def main() -> int:
         f"{time.time() - start:.0f} s)"
     )
     return 1 if tally["failures"] else 0
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: an integer from 1 on is required")
+    return int(text)
 
 
 def _verdicts(seeds: list[int], jobs: int, attempts: int) -> Iterator:

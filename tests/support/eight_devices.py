@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 COLLECTIVES = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
+TIMEOUT = 900  # seconds: for a script that waits, many times what any takes
 
 
 def run_on_eight_devices(script, *words):
@@ -16,8 +17,9 @@ def run_on_eight_devices(script, *words):
     env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
     env["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # LLVM's: XLA partitions as it does
     env["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    command = [sys.executable, script, *words]
     done = subprocess.run(
-        [sys.executable, script, *words], env=env, capture_output=True, text=True
+        command, env=env, capture_output=True, text=True, timeout=TIMEOUT
     )
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 
 root = Path(__file__).parents[2]
 sys.path[:0] = [str(root), str(root / "kernels"), str(root / "tests")]
@@ -46,4 +45,3 @@ assert collectives(packed) == collectives(plain), (
 # The same noise on 1 and 8 devices: only the order of sums differs.
 error = relative_error(jax.device_get(packed(replicated, sharded)), jax.device_get(one))
 assert error < 1e-5, error
-assert jnp.isfinite(error)
