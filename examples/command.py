@@ -35,7 +35,11 @@ def parser(doc: str | None, policies: Iterable[str]) -> argparse.ArgumentParser:
         "--policy",
         choices=tuple(policies),
         default="default",
-        help="for the residuals; none: nothing is compressed",
+        help="for the residuals. default: --bits for each; none: nothing is "
+        "compressed; adaptive: in the format Adaptive; allocated: that, with the bits "
+        "spread by measured sensitivity; dots_saveable, inputs: only results of "
+        "products, or inputs of the compressed calls, are stored, and the others "
+        "computed again; actnn, gact, division, acgc: as in these papers",
     )
     add("--bits", type=int, default=4, choices=range(1, 9), help="of a stored value")
     add(
