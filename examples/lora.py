@@ -10,13 +10,13 @@ al. 2021, https://arxiv.org/abs/2106.09685, eq. 3). `--output FOLDER` has the ad
 in the end, as the library `peft` reads them, and the small decoder in FOLDER/base.
 
 Small: 4 layers of width 128, 200 steps of 16 sequences of 128 bytes, after 300 for the
-decoder; about 190 s of CPU time. Validation loss in nats, stored residuals and the
+decoder; about 140 s of CPU time. Validation loss in nats, stored residuals and the
 compiled step's temporary memory in MiB (2-core CPU, JAX 0.12.0, Python 3.12, one seed):
 
                       Python's source    tinyshakespeare    stored    temp
-  without adapters              2.649              3.222
-  --policy none                 2.306              2.484      72.8    85.6
-  (4 bits)                      2.323              2.478      11.3    22.0
+  without adapters              2.568              3.165
+  --policy none                 2.244              2.402      72.8    85.6
+  (4 bits)                      2.251              2.421      11.3    22.0
 
 Full: 1000 steps of 8 sequences of 1024 tokens, attention recomputed. With a config.json
 of Mistral-7B-v0.3 (32 layers of width 4096) as FOLDER, `--size full --dry-run --target
@@ -28,6 +28,7 @@ it was not run on a GPU. A frozen map's input is stored only where its adapter n
 import argparse
 import functools
 import itertools
+import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -64,6 +65,7 @@ class Size:
 
 SMALL = Size(batch=16, length=128, steps=200, peak_rate=5e-3, recompute_attention=False)
 FULL = Size(batch=8, length=1024, steps=1000, peak_rate=2e-4, recompute_attention=True)
+NOTE = "base.json"  # in the base's folder: how it was trained
 # The base that is trained first without --model: 0.9 million parameters.
 BASE = Llama(
     layers=4,
@@ -152,12 +154,20 @@ def block_of(net: Llama, policy: jaxact.Policy | None) -> Callable[..., jax.Arra
 
 
 def pretrained(folder: Path, options: argparse.Namespace) -> Path:
-    """Train a small decoder on Python's help, all its weights, unless it is there."""
+    """Train a small decoder on Python's help, all its weights, unless it is there.
+
+    Uncompressed, whatever the policy: all policies are compared on one base.
+
+    Raises:
+      ValueError: the folder is there, and not of this base.
+    """
+    told = {"seed": options.seed, "base_steps": options.base_steps}
     if folder.exists():
+        check_base(folder, told)
         return folder
     size = replace(SMALL, steps=options.base_steps)
     learned, _ = split(np.frombuffer(data.python_help().encode(), np.uint8))
-    block = block_of(BASE, jaxact.Policy(options.bits))
+    block = block_of(BASE, None)
     # Adapters of its own first weights would add nothing new to them.
     key = jax.random.fold_in(jax.random.key(options.seed), 1)
     print(f"Without --model: a small decoder learns Python's help, {size.steps} steps")
@@ -172,10 +182,24 @@ def pretrained(folder: Path, options: argparse.Namespace) -> Path:
     )
     step = loop.training_step(first.loss(None), first.optimizer)
     state, _ = loop.train(first, step, loop.fresh(first), 0, None)
-    huggingface.save(
-        folder, BASE, jax.tree.map(lambda x: x.astype(jnp.bfloat16), state.params)
-    )
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), state.params)
+    part = folder.with_suffix(".part")  # a folder of the right name is whole
+    huggingface.save(part, BASE, params)
+    (part / NOTE).write_text(json.dumps(told), encoding="utf-8")
+    part.rename(folder)
     return folder
+
+
+def check_base(folder: Path, told: dict[str, int]) -> None:
+    """Raise unless the decoder in the folder is noted as this one."""
+    note = folder / NOTE
+    found = json.loads(note.read_text(encoding="utf-8")) if note.exists() else None
+    if found != told:
+        described = lambda base: ", ".join(f"{k} {v}" for k, v in base.items())
+        raise ValueError(
+            f"{folder} holds {described(found) if found else f'no {NOTE}'}; a base of "
+            f"{described(told)} is required: give another --output, or those options."
+        )
 
 
 def schedule(peak: float, steps: int) -> optax.Schedule:

@@ -137,6 +137,25 @@ def test_a_short_text_is_refused(training, tmp_path):
         training()
 
 
+def test_a_base_is_the_same_for_all_policies_and_taken_only_whole(
+    lora, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(lora.loop, "train", lambda a, b, state, *_: (state, []))
+    monkeypatch.setattr(lora.jaxact, "compress", None)  # not called
+    folder = tmp_path / "output" / "base"
+    base = lambda *words: lora.pretrained(folder, lora.parser().parse_args(words))
+    with monkeypatch.context() as patch, pytest.raises(TypeError):
+        patch.setattr(lora.huggingface, "save_file", None)  # config.json is written
+        base()
+    assert not folder.exists()
+    assert base() == base("--policy", "none") == base("--bits", "2") == folder
+    with pytest.raises(ValueError, match="seed 0, base_steps 300; a base of seed 1, "):
+        base("--seed", "1")
+    (folder / "base.json").unlink()
+    with pytest.raises(ValueError, match="base holds no base.json; a base of seed 0"):
+        base()
+
+
 @pytest.mark.slow
 def test_without_a_model_one_is_trained_first(lora, tmp_path):
     (tmp_path / "text.txt").write_text("To be, or not to be. " * 100)
