@@ -79,8 +79,8 @@ BASE = Llama(
 )
 
 
-def training(folder: Path, options: argparse.Namespace) -> loop.Training:
-    """Of adapters for the decoder in `folder`."""
+def training(folder: Path, text: str, options: argparse.Namespace) -> loop.Training:
+    """Of adapters for the decoder in `folder`, on the text."""
     size = FULL if options.size == "full" else SMALL
     size = replace(
         size, batch=options.batch or size.batch, steps=options.steps or size.steps
@@ -89,7 +89,6 @@ def training(folder: Path, options: argparse.Namespace) -> loop.Training:
     net = replace(net, recompute_attention=size.recompute_attention)
     length = min(size.length, net.length)
     name = options.data.stem if options.data else "the source of Python"
-    text = options.data.read_text(encoding="utf-8") if options.data else source()
     learned, held_out = split(huggingface.encoder(folder, net.vocabulary)(text))
     if len(held_out) <= length:
         raise ValueError(
@@ -237,10 +236,11 @@ def parser() -> argparse.ArgumentParser:
         default=[*BASE.maps],
         help="maps that get an adapter",
     )
-    add("--rank", type=int, default=8, help="of an adapter")
+    add("--rank", type=command.at_least_one, default=8, help="of an adapter")
     add("--alpha", type=float, default=16.0, help="an adapter's factor, times its rank")
     add("--output", type=Path, help="a folder for the adapters")
-    add("--base-steps", type=int, default=300, help="without --model: of a small one")
+    steps = "without --model: of a small one"
+    add("--base-steps", type=command.at_least_one, default=300, help=steps)
     return options
 
 
@@ -250,9 +250,10 @@ def main() -> None:
         folder = options.model
         if folder is None and options.dry_run:
             raise ValueError("--dry-run requires --model; its config.json is enough")
+        text = data.read_text(options.data) if options.data else source()
         if folder is None:
             folder = pretrained((options.output or Path(temporary)) / "base", options)
-        state = loop.run(training(folder, options), options)
+        state = loop.run(training(folder, text, options), options)
         if options.output and not options.dry_run:
             base = str(folder)
             huggingface.save_adapters(options.output, state.params, options.alpha, base)

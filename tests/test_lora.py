@@ -78,7 +78,7 @@ def training(lora, tmp_path):
     def make(*words):
         words = map(str, [*paths, "--batch", 4, "--rank", 2, *words])
         options = lora.parser().parse_args(list(words))
-        return lora.training(options.model, options)
+        return lora.training(options.model, lora.data.read_text(options.data), options)
 
     return make
 
@@ -154,6 +154,32 @@ def test_a_base_is_the_same_for_all_policies_and_taken_only_whole(
     (folder / "base.json").unlink()
     with pytest.raises(ValueError, match="base holds no base.json; a base of seed 0"):
         base()
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (("--rank", "0"), "argument --rank: 0: an integer from 1 on"),
+        (("--base-steps", "0"), "argument --base-steps: 0: an integer from 1 on"),
+        (("--data", __file__ + "c"), "No such file"),
+    ],
+)
+def test_options_are_checked_before_a_base_is_trained(
+    words, message, lora, monkeypatch, capsys
+):
+    monkeypatch.setattr(lora, "pretrained", None)
+    monkeypatch.setattr("sys.argv", ["lora.py", *words])
+    with pytest.raises(SystemExit) as ended:
+        lora.main()
+    assert message in f"{ended.value}{capsys.readouterr().err}"
+
+
+def test_a_file_that_is_no_text_is_named(lora, monkeypatch, tmp_path):
+    monkeypatch.setattr(lora, "pretrained", None)
+    (tmp_path / "text").write_bytes(b"\xff")
+    monkeypatch.setattr("sys.argv", ["lora.py", "--data", str(tmp_path / "text")])
+    with pytest.raises(SystemExit, match="text: a file of text in UTF-8 is required"):
+        lora.main()
 
 
 @pytest.mark.slow
