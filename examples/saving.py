@@ -45,8 +45,8 @@ def record(folder: Path | None, name: str, options: argparse.Namespace) -> None:
     """Note in the folder which training it is of, or check that it is of this one.
 
     Raises:
-      ValueError: it holds another: the score and the memory that are printed at the
-        end would be taken for this one's.
+      ValueError: it holds another, or checkpoints of none it tells: the score and the
+        memory that are printed at the end would be taken for this one's.
     """
     if folder is None:
         return
@@ -68,6 +68,11 @@ def record(folder: Path | None, name: str, options: argparse.Namespace) -> None:
                 f"{_described(training, changed)}. Give another folder, or the same "
                 "options."
             )
+    elif any(step.name.isdecimal() for step in folder.glob("*")):
+        raise ValueError(
+            f"--checkpoint {folder} has checkpoints and no {RECORD}, which says of "
+            "which training: give another folder."
+        )
     elif jax.process_index() == 0:
         folder.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(".part")

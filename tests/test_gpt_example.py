@@ -167,6 +167,17 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path, capsys, monkeypatch):
         loop.run(toy(), options("--policy", "none", *saved))
 
 
+def test_checkpoints_without_a_record_are_left_alone(tmp_path):
+    import loop
+
+    saved = tmp_path / "saved"
+    (saved / "4").mkdir(parents=True)
+    words = "--policy", "none", "--checkpoint", saved
+    with pytest.raises(ValueError, match="saved has checkpoints and no run.json"):
+        loop.run(toy(), options(*words))
+    assert [path.name for path in saved.rglob("*")] == ["4"]
+
+
 def test_an_interrupted_run_says_what_is_saved(tmp_path, monkeypatch):
     import loop
 
