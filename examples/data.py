@@ -131,7 +131,7 @@ def read(path: Path) -> dict[str, np.ndarray]:
     """The arrays of an .npz file, checked for the fields above.
 
     Raises:
-      ValueError: no such file, a field is missing or has another shape.
+      ValueError: no such file, or a field is missing or not as `check` asks.
     """
     required = f"an .npz with {', '.join(FIELDS)} is required, see examples/data.py"
     if not zipfile.is_zipfile(path):
@@ -145,6 +145,13 @@ def read(path: Path) -> dict[str, np.ndarray]:
                 + required
             )
         fields = {name: file[name] for name in FIELDS}
+    check(fields, path)
+    return fields
+
+
+def check(fields: dict[str, np.ndarray], path: Path) -> None:
+    """Raise `ValueError` where the arrays of a file are not as said above."""
+    last = len(fields["class_names"]) - 1
     for part in ("train", "test"):
         images, labels = fields[f"{part}_images"], fields[f"{part}_labels"]
         if images.ndim != 4 or labels.shape != images.shape[:1] or not len(images):
@@ -153,7 +160,17 @@ def read(path: Path) -> dict[str, np.ndarray]:
                 f"{list(labels.shape)}: [N, height, width, channels] and [N] are "
                 "required, N at least 1"
             )
-    return fields
+        if images.dtype != np.uint8:
+            raise ValueError(
+                f"{path}: {part}_images are {images.dtype}; uint8 from 0 to 255 is "
+                "required"
+            )
+        if labels.dtype.kind not in "iu" or labels.min() < 0 or labels.max() > last:
+            raise ValueError(
+                f"{path}: {part}_labels are {labels.dtype} from {labels.min()} to "
+                f"{labels.max()}; integers from 0 to {last} are required, as there are "
+                f"{last + 1} class_names"
+            )
 
 
 def digits() -> dict[str, np.ndarray]:

@@ -8,6 +8,8 @@ directed edges (an undirected one is two):
   labels                      integers [N], from 0 to the number of classes - 1
   senders, receivers          integers [E]
   train_index, test_index     integers: labelled nodes to learn from, nodes to score
+
+None is empty, and no node is both learned and scored.
 """
 
 from dataclasses import dataclass
@@ -75,10 +77,44 @@ def read(path: Path) -> Graph:
                 f"An .npz with {', '.join(FIELDS)} is required."
             )
         fields = {name: file[name] for name in FIELDS}
+    check(fields, path)
     shape = len(fields["labels"]), int(fields["num_features"])
     features = np.zeros(shape, np.float32)
     features[fields["feature_rows"], fields["feature_cols"]] = 1
     return _graph(path.stem, features, **{k: fields[k] for k in FIELDS[3:]})
+
+
+def check(fields: dict[str, np.ndarray], path: Path) -> None:
+    """Raise `ValueError` where the arrays of a file are not as said above."""
+    nodes, features = len(fields["labels"]), int(fields["num_features"])
+    ends = dict.fromkeys(FIELDS, nodes) | {"feature_cols": features, "labels": np.inf}
+    del ends["num_features"]
+    for name, end in ends.items():
+        found = fields[name]
+        if found.ndim != 1 or not found.size or found.dtype.kind not in "iu":
+            raise ValueError(
+                f"{path}: {name} are {found.dtype} {list(found.shape)}; integers [n] "
+                "are required, n at least 1"
+            )
+        if found.min() < 0 or found.max() >= end:
+            wanted = "on" if end == np.inf else f"to {end - 1}"
+            raise ValueError(
+                f"{path}: {name} are from {found.min()} to {found.max()}; from 0 "
+                f"{wanted} is required"
+            )
+    for pair in ("feature_rows", "feature_cols"), ("senders", "receivers"):
+        lengths = [len(fields[name]) for name in pair]
+        if lengths[0] != lengths[1]:
+            raise ValueError(
+                f"{path} has {lengths[0]} {pair[0]} and {lengths[1]} {pair[1]}: as "
+                "many of each are required"
+            )
+    shared = np.intersect1d(fields["train_index"], fields["test_index"])
+    if shared.size:
+        raise ValueError(
+            f"{path}: train_index and test_index share {shared.size} nodes; one that "
+            "is learned may not be scored"
+        )
 
 
 def digits(neighbours: int = 6, labelled: int = 20) -> Graph:

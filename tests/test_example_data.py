@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from examples import data
+from examples import data, graphs
 
 
 def images_of(shape, labels):
@@ -26,6 +26,52 @@ def test_arrays_with_other_shapes(shape, labels, message, tmp_path):
     np.savez(tmp_path / "data.npz", **images_of(shape, labels))
     with pytest.raises(ValueError, match=message):
         data.load(tmp_path / "data.npz")
+
+
+@pytest.mark.parametrize(
+    "changed, message",
+    [
+        ({"test_labels": [0, 1, 2, 1]}, "test_labels .* 0 to 2; .* from 0 to 1 are"),
+        ({"train_labels": [0, -1, 0, 1]}, "train_labels .* from -1 to 1; .* from 0"),
+        ({"train_labels": [0.0, 1, 0, 1]}, "train_labels are float64 .* integers"),
+        ({"test_images": np.ones((4, 8, 8, 3))}, "test_images are float64; uint8"),
+    ],
+)
+def test_arrays_with_other_values(changed, message, tmp_path):
+    np.savez(tmp_path / "data.npz", **images_of((4, 8, 8, 3), 4) | changed)
+    with pytest.raises(ValueError, match=message):
+        data.load(tmp_path / "data.npz")
+
+
+GRAPH = {
+    "feature_rows": [0, 0, 1],
+    "feature_cols": [1, 3, 0],
+    "num_features": 4,
+    "labels": [0, 1, 1],
+    "senders": [0, 1],
+    "receivers": [1, 0],
+    "train_index": [0, 1],
+    "test_index": [2],
+}
+
+
+@pytest.mark.parametrize(
+    "changed, message",
+    [
+        ({"feature_rows": [0, 0, 3]}, "feature_rows .* 0 to 3; from 0 to 2"),
+        ({"feature_cols": [1, -1, 0]}, "feature_cols .* -1 to 1; from 0 to 3"),
+        ({"receivers": [1, 3]}, "receivers .* 1 to 3; from 0 to 2"),
+        ({"senders": [0.0, 1.0]}, "senders are float64 .* integers"),
+        ({"senders": [0]}, "has 1 senders and 2 receivers"),
+        ({"test_index": np.array([], int)}, r"test_index .*\[0\]; .* at least 1"),
+        ({"test_index": [1, 2]}, "train_index and test_index share 1 nodes"),
+        ({"labels": [0, -1, 1]}, "labels .* -1 to 1; from 0 on"),
+    ],
+)
+def test_a_graph_with_other_values(changed, message, tmp_path):
+    np.savez(tmp_path / "graph.npz", **GRAPH | changed)
+    with pytest.raises(ValueError, match=message):
+        graphs.load(tmp_path / "graph.npz")
 
 
 def test_a_file_that_is_no_archive(tmp_path):
