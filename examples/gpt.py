@@ -107,13 +107,16 @@ def validation_loss(
     length: int,
     batch: int,
 ) -> float:
-    """The mean over at most 512 stretches of the text that do not overlap."""
+    """The mean over at most 512 stretches of the text that do not overlap.
+
+    Whatever the batch: the last piece may be smaller and weighs less.
+    """
     loss = jax.jit(lambda params, tokens: nnx.merge(graph, params).loss(tokens))
     windows = text[: len(text) // (length + 1) * (length + 1)].reshape(-1, length + 1)
     windows = windows[:512]
-    batch = min(batch, len(windows))
-    full = range(0, len(windows) - batch + 1, batch)
-    return float(np.mean([loss(params, windows[i:][:batch]) for i in full]))
+    pieces = [windows[i:][:batch] for i in range(0, len(windows), batch)]
+    losses = [loss(params, piece) for piece in pieces]
+    return float(np.average(losses, weights=[len(piece) for piece in pieces]))
 
 
 @functools.partial(jax.jit, static_argnums=(0,))

@@ -1,5 +1,6 @@
 """Each example runs, at a size that takes seconds."""
 
+import argparse
 import functools
 import json
 import os
@@ -117,6 +118,20 @@ def test_training_scores_every_configuration_and_seed(task, seeds, tmp_path):
     assert len({found["uncompressed", s] for s in range(seeds)}) == seeds
     for config in configs:
         assert f"| {config} | {seeds} |" in text
+
+
+@pytest.mark.unoptimized
+def test_a_text_is_scored_also_where_it_fills_no_piece(load, tmp_path):
+    for package in ("flax", "optax", "rich"):
+        pytest.importorskip(package)
+    training, path = load("training"), tmp_path / "tinyshakespeare.txt"
+    path.write_text("to be or not to be, " * 10)  # one window of 17
+    options = argparse.Namespace(data=tmp_path, small=True, steps=None)
+    task = training.TextTask(options, None)
+    assert np.isfinite(task.score(task.init(0)))
+    path.write_text("to be")
+    with pytest.raises(ValueError, match="has 1 characters; 17 are required"):
+        training.TextTask(options, None)
 
 
 @pytest.mark.slow

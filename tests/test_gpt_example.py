@@ -1,6 +1,7 @@
 """The GPT in Flax NNX, and how examples train: checkpoints, policies, the table."""
 
 import dataclasses
+import functools
 import importlib
 import itertools
 import shutil
@@ -176,6 +177,19 @@ def test_checkpoints_without_a_record_are_left_alone(tmp_path):
     with pytest.raises(ValueError, match="saved has checkpoints and no run.json"):
         loop.run(toy(), options(*words))
     assert [path.name for path in saved.rglob("*")] == ["4"]
+
+
+def test_a_score_does_not_depend_on_the_batch(tiny):
+    import gpt
+    from flax import nnx
+
+    params, _ = tiny.init()
+    shape = dataclasses.replace(gpt.SMALL.shape, vocabulary=27)
+    graph = nnx.graphdef(nnx.eval_shape(lambda: gpt.GPT(shape, rngs=nnx.Rngs(0))))
+    text = np.arange(5 * 17, dtype=np.int32) % 23 % 7
+    score = functools.partial(gpt.validation_loss, graph, params, text, 16)
+    # Means of the same float32 losses in another order.
+    np.testing.assert_allclose([score(2), score(3)], score(5), rtol=1e-6)
 
 
 def test_an_interrupted_run_says_what_is_saved(tmp_path, monkeypatch):

@@ -37,6 +37,7 @@ import optax
 import jaxact
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+import command
 import data
 import quickstart
 from environment import environment
@@ -132,7 +133,12 @@ class TextTask:
         self.optimizer = optax.adamw(schedule(2e-3, self.num_steps), weight_decay=0.1)
         self.step = jax.jit(self._step, donate_argnums=0)
         self.evaluate = jax.jit(self.net.loss)
-
+        held_out, length = len(self.text.validation), self.net.length + 1
+        if held_out < length:
+            raise ValueError(
+                f"the last tenth of {self.text.name} has {held_out} characters; "
+                f"{length} are required for one window: give a longer text"
+            )
         self.name = f"transformer, {self.text.name}"
 
     def init(self, seed: int) -> Any:
@@ -145,10 +151,13 @@ class TextTask:
             yield (w,)
 
     def score(self, state: Any) -> float:
-        """The mean over validation windows that do not overlap."""
+        """The mean over validation windows that do not overlap, in full pieces of 64.
+
+        Fewer than 64 windows are one piece.
+        """
         text, length = self.text.validation, self.net.length + 1
         windows = text[: len(text) // length * length].reshape(-1, length)
-        size = 64
+        size = min(64, len(windows))
         full = range(0, len(windows) - size + 1, size)
         return float(
             np.mean([self.evaluate(state[0], windows[i:][:size]) for i in full])
@@ -320,4 +329,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with command.short_errors():
+        main()
