@@ -112,6 +112,7 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 
 def run(training: Training, options: argparse.Namespace) -> State:
     """Train, from the last checkpoint on; print the score and the memory."""
+    check_target(options.target)
     console = Console(quiet=jax.process_index() > 0)
     bits = "" if options.policy in WITHOUT_BITS else f", {options.bits} bits"
     console.print(f"{training.name}; policy {options.policy}{bits}")
@@ -148,6 +149,21 @@ def run(training: Training, options: argparse.Namespace) -> State:
         table = memory_table(training, policy, state, first, options.target)
     console.print(table)
     return state
+
+
+def check_target(target: str | None) -> None:
+    """Raise what compiling for the target would, before any step is taken.
+
+    Raises:
+      ValueError: there is no such target, or the packages for it are missing.
+    """
+    if target is None:
+        return
+    try:
+        number = jax.ShapeDtypeStruct((), np.float32)
+        jaxact.memory(jax.numpy.negative, number, target=target)
+    except ImportError as error:
+        raise ValueError(f"--target {target}: {error}") from error
 
 
 def _from_step(start: int, num_steps: int, folder: Path) -> str:

@@ -192,6 +192,21 @@ def test_a_score_does_not_depend_on_the_batch(tiny):
     np.testing.assert_allclose([score(2), score(3)], score(5), rtol=1e-6)
 
 
+def test_an_unknown_target_stops_before_the_first_step():
+    import loop
+
+    never = dataclasses.replace(toy(), init=None)
+    with pytest.raises(ValueError, match="unknown target 'h1000': one of a100, "):
+        loop.run(never, options("--target", "h1000"))
+
+
+def test_a_negative_seed_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        options("--seed", "-1")
+    wanted = "argument --seed: -1: an integer from 0 on is required"
+    assert wanted in capsys.readouterr().err
+
+
 def test_an_interrupted_run_says_what_is_saved(tmp_path, monkeypatch):
     import loop
 
