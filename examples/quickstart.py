@@ -11,6 +11,7 @@ this machine. `--picture` shows the memory over a step.
 
 import argparse
 import importlib
+import importlib.util
 import statistics
 import time
 import warnings
@@ -119,15 +120,19 @@ def scores(
 ) -> Table:
     """Test accuracy, and the time of a step relative to the first network's."""
     table = Table("", "test accuracy", "step", box=None)
-    times = {  # the first step compiles
-        name: statistics.median(trainer.seconds[1:])
-        for name, trainer in trainers.items()
-    }
-    reference = next(iter(times.values()))
+    reference, *_ = trainers.values()
     for name, trainer in trainers.items():
         right = trainer.accuracy(states[name], images.test_images, images.test_labels)
-        table.add_row(name, f"{right:.1%}", f"{times[name] / reference:.2f}x")
+        table.add_row(name, f"{right:.1%}", relative_time(trainer, reference))
     return table
+
+
+def relative_time(trainer: Trainer, reference: Trainer) -> str:
+    """Of the median step; the first one compiles and does not count."""
+    ours, theirs = (t.seconds[1:] for t in (trainer, reference))
+    if not ours:
+        return "-"
+    return f"{statistics.median(ours) / statistics.median(theirs):.2f}x"
 
 
 def compiled(trainers: dict[str, Trainer], arguments: tuple, target: str | None) -> Any:
@@ -151,8 +156,22 @@ def draw(
     axis.figure.savefig(path, dpi=120)
 
 
+def place_of(picture: Path, console: Console) -> Path | None:
+    """The picture's file, which can be written; `None` without what draws it."""
+    if importlib.util.find_spec("matplotlib") is None:
+        needed = "no picture: it needs matplotlib: pip install -e '.[plots]'"
+        console.print(needed, markup=False, highlight=False)
+        return None
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    picture.open("ab").close()
+    return picture
+
+
 def report(
-    console: Console, trainers: dict[str, Trainer], arguments: tuple, picture: Path
+    console: Console,
+    trainers: dict[str, Trainer],
+    arguments: tuple,
+    picture: Path | None,
 ) -> None:
     """The residuals of the compressed step, and both steps compiled for a GPU."""
     *_, small = trainers.values()
@@ -165,10 +184,12 @@ def report(
         with console.status("compiling"):
             console.print(compiled(trainers, arguments, target), highlight=False)
     except ImportError:
-        console.print("needs XLA's GPU compiler: pip install -e '.[targets]' (Linux)")
+        needed = "needs XLA's GPU compiler: pip install -e '.[targets]' (Linux)"
+        console.print(needed, markup=False, highlight=False)
         target = None
+    if picture is None:
+        return
     with console.status("drawing"):
-        picture.parent.mkdir(parents=True, exist_ok=True)
         draw(trainers, arguments, target, picture)
     console.print(f"picture: {picture}\n", highlight=False)
 
@@ -179,13 +200,15 @@ def parser() -> argparse.ArgumentParser:
     )
     add = options.add_argument
     add("--data", type=Path, help="an .npz; see examples/data.py")
-    add("--epochs", type=int, default=12, help="times that all images are seen")
-    add("--batch", type=int, default=128, help="images in a step")
+    count = command.at_least_one
+    add("--epochs", type=count, default=12, help="times that all images are seen")
+    add("--batch", type=count, default=128, help="images in a step")
     add("--bits", type=int, default=4, choices=range(1, 9), help="of a stored value")
-    add("--seed", type=int, default=0, help="of parameters and of the images' order")
+    seeds = "of parameters and of the images' order"
+    add("--seed", type=command.at_least_zero, default=0, help=seeds)
     sizes = [16, 32, 64]
-    add("--channels", type=int, nargs="+", default=sizes, help="of each stage")
-    add("--blocks", type=int, default=2, help="in each stage")
+    add("--channels", type=count, nargs="+", default=sizes, help="of each stage")
+    add("--blocks", type=count, default=2, help="in each stage")
     picture = Path("build/quickstart.png")
     add("--picture", type=Path, default=picture, help="of the memory over a step")
     return options
@@ -216,9 +239,10 @@ def run(options: argparse.Namespace) -> None:
         for name, net in nets.items()
     }
     console = Console()
+    picture = place_of(options.picture, console)
     batch = images.train_images[: options.batch], images.train_labels[: options.batch]
     first = next(iter(trainers.values())).init(options.seed, images.train_images)
-    report(console, trainers, (first, *batch), options.picture)
+    report(console, trainers, (first, *batch), picture)
     states = train(trainers, images, options)
 
     title = f"{images.name}: {options.epochs} epochs, batch {options.batch}"
