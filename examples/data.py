@@ -203,12 +203,12 @@ def windows(
         yield text[starts + np.arange(length)]
 
 
-def check_batch(size: int, count: int) -> None:
-    """Raise `ValueError` where so many images make no full batch."""
+def check_batch(size: int, count: int, examples: str = "images") -> None:
+    """Raise `ValueError` where so many examples make no full batch."""
     if size > count:
         raise ValueError(
-            f"a batch of {size} images: {count} are there to learn from; give --batch "
-            f"{count} or less"
+            f"a batch of {size} {examples}: {count} are there to learn from; give "
+            f"--batch {count} or less"
         )
 
 

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import data
 import jax
 import jax.numpy as jnp
 import loop
@@ -112,6 +113,7 @@ def training(options: argparse.Namespace) -> loop.Training:
     found = paragraphs(encode, min(LENGTH, net.length))
     held_out = np.arange(len(found.topics)) % HELD_OUT == 0
     batch, steps = options.batch or BATCH, options.steps or STEPS
+    data.check_batch(batch, int((~held_out).sum()), "paragraphs")
 
     def init() -> tuple[Params, Any]:
         params = pretrained or net.init(jax.random.key(options.seed))

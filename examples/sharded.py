@@ -66,6 +66,12 @@ class ShardedBlock(Block):
 def training(options: argparse.Namespace, mesh: Mesh) -> loop.Training:
     """The training of gpt.py, on a mesh."""
     plain = gpt.training(options, ShardedBlock)
+    size = len(next(plain.batches(0)))
+    if size % mesh.size:
+        raise ValueError(
+            f"a batch of {size} sequences on a mesh of {mesh.size} devices: as many "
+            f"for each are required; give --batch {mesh.size} or a multiple of it"
+        )
     spread = NamedSharding(mesh, BATCH)
 
     def init() -> Any:
@@ -128,11 +134,10 @@ def exchanged(training: loop.Training, bits: int) -> Table:
 def parse() -> argparse.Namespace:
     parser = loop.parser(__doc__)
     sizes = "sizes of the mesh; 1 and all devices"
+    count, names = command.at_least_one, ("DATA", "FSDP")
+    parser.add_argument("--mesh", type=count, nargs=2, metavar=names, help=sizes)
     parser.add_argument(
-        "--mesh", type=int, nargs=2, metavar=("DATA", "FSDP"), help=sizes
-    )
-    parser.add_argument(
-        "--devices", type=int, help="so many simulated, on a CPU, in each process"
+        "--devices", type=count, help="so many simulated, on a CPU, in each process"
     )
     parser.add_argument(
         "--distributed",
@@ -140,8 +145,9 @@ def parse() -> argparse.Namespace:
         help="several processes, as SLURM, MPI or the cloud started them",
     )
     parser.add_argument("--coordinator", help="HOST:PORT of process 0")
-    parser.add_argument("--processes", type=int, help="so many; with --coordinator")
-    parser.add_argument("--process", type=int, help="the number of this one, from 0")
+    parser.add_argument("--processes", type=count, help="so many; with --coordinator")
+    number, which = command.at_least_zero, "the number of this one, from 0"
+    parser.add_argument("--process", type=number, help=which)
     options = parser.parse_args()
     if options.target is not None:
         parser.error(

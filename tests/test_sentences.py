@@ -123,3 +123,9 @@ def test_no_paragraph_is_learned_and_asked_for(load):
     held_out = np.arange(len(found.topics)) % sentences.HELD_OUT == 0
     learned = {row.tobytes() for row in found.tokens[~held_out]}
     assert not [row for row in found.tokens[held_out] if row.tobytes() in learned]
+
+
+def test_a_batch_with_more_paragraphs_than_there_are(load):
+    options = load("loop").parser("").parse_args(["--batch", "9999"])
+    with pytest.raises(ValueError, match="9999 paragraphs: [0-9]+ are there to learn"):
+        load("sentences").training(options)

@@ -44,6 +44,20 @@ def test_a_run_is_on_the_mesh_that_was_asked_for(sharded, monkeypatch, capsys):
     assert "at 2 bits" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("option", ["--devices", "--mesh", "--processes"])
+def test_none_of_them_is_refused(option, sharded, monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        start(sharded, monkeypatch, option, "0", "1")
+    assert f"argument {option}: 0: an integer from 1 on" in capsys.readouterr().err
+
+
+def test_a_batch_that_devices_cannot_share(sharded):
+    mesh = jax.sharding.AbstractMesh((1, 2), ("data", "fsdp"))
+    options = sharded.loop.parser("").parse_args(["--batch", "3"])
+    with pytest.raises(ValueError, match="3 sequences on a mesh of 2 .* --batch 2 or"):
+        sharded.training(options, mesh)
+
+
 def test_a_target_is_refused_before_anything_runs(sharded, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         start(sharded, monkeypatch, "--target", "h100")
