@@ -132,6 +132,21 @@ def test_a_run_writes_every_number_and_resumes(command, load, monkeypatch, tmp_p
     assert "- qwix int8: TypeError: qwix takes Flax modules" in table
 
 
+def test_rows_of_other_runs_are_not_resumed(load, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    step, path = load("step"), tmp_path / "step.json"
+    line = ["step.py", "--resume", "--output", str(tmp_path / "step"), "--steps", "8"]
+    monkeypatch.setattr("sys.argv", line)
+    monkeypatch.setattr(step, "measurer", None)
+    for row, told in (
+        ({"target": None, "steps": 4}, "target None, steps 4; this run is of .* 8"),
+        ({"target": "h100", "steps": 8}, "target h100, steps 8; this run is of "),
+    ):
+        path.write_text(json.dumps([{"network": "a", "way": "b"} | row]))
+        with pytest.raises(SystemExit, match=told):
+            step.main()
+
+
 def test_compiling_alone_runs_nothing(command, load, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(load("step_runs"), "race", None)

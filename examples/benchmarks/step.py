@@ -11,7 +11,7 @@ same parameters and see the same batches; each is timed against the uncompressed
 the two taking turns; the uncompressed step against itself shows the noise. With
 `--output results/step`, results/step.json gets each row as it is measured, and step.md
 and step.png the tables and the picture; with `--resume`, rows that the file has are not
-measured again.
+measured again; its target and its steps must be those of the run.
 """
 
 import argparse
@@ -20,6 +20,7 @@ import importlib.util
 import itertools
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -78,6 +79,7 @@ def rows_of(options: argparse.Namespace) -> list[Record]:
     """Those measured now and those that the file has; each is written at once."""
     path = options.output and options.output.with_suffix(".json")
     done = json.loads(path.read_text()) if options.resume and path.exists() else []
+    check_resumed(done, options)
     # A file may be from before some number was measured.
     empty = dict.fromkeys(NUMBERS)
     found = {(row["network"], row["way"]): empty | row for row in done}
@@ -96,6 +98,21 @@ def rows_of(options: argparse.Namespace) -> list[Record]:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(json.dumps(in_order(found), indent=1) + "\n")
     return in_order(found)
+
+
+def check_resumed(rows: list[Record], options: argparse.Namespace) -> None:
+    """Exit where the rows of a file were measured otherwise than this run would."""
+    effort = effort_of(options)
+    wanted = {"target": effort.target, "steps": effort.steps}
+    for row in rows:
+        found = {name: row.get(name) for name in wanted}
+        if found != wanted:
+            told = lambda values: ", ".join(f"{k} {v}" for k, v in values.items())
+            sys.exit(
+                f"--resume: {options.output.with_suffix('.json')} has rows of "
+                f"{told(found)}; this run is of {told(wanted)}. Give another --output, "
+                "or the same options."
+            )
 
 
 def in_order(found: dict[tuple[str, str], Record]) -> list[Record]:
