@@ -119,6 +119,32 @@ def test_each_check_says_what_is_wrong(load, monkeypatch):
     assert {row["format"] for row in rows[1:]} == {*run.FORMATS, "normalized"}
 
 
+def test_an_error_is_no_difference_in_bits(load, monkeypatch):
+    def fails(*_):
+        raise RuntimeError("no memory")
+
+    run, gpu = load("run"), load("gpu")
+    monkeypatch.setattr(run, "checked", fails)
+    row = gpu.kernel_check("small stream", "affine", 2)
+    assert row["error"] == "RuntimeError: no memory" and row["failed"]
+    assert printed(load, [row], [], [])[4][1].strip() == "failed"
+    step, bits = STEP | {"why": {"run": "Error"}}, "has not the bits"
+    problems = lambda checks, steps: "; ".join(
+        gpu.problems_of({"checks": checks, "kernels": [], "steps": steps})
+    )
+    assert problems([], [STEP]) == ""
+    assert problems([row], [step]) == "a kernel failed; a step failed"
+    assert bits in problems([WRONG], [])
+
+
+def test_names_are_those_of_the_step_benchmark(load, monkeypatch, capsys):
+    for words in (["--networks", "resnet51"], ["--ways", "nothing"]):
+        monkeypatch.setattr(sys, "argv", ["gpu.py", *words])
+        with pytest.raises(SystemExit):
+            load("gpu").parse()
+        assert "invalid choice" in capsys.readouterr().err
+
+
 def test_normalized_values_are_compared(load, monkeypatch):
     normalized, shapes = load("normalized"), load("shapes")
     activation = shapes.Activation("tiny", (16, 512))
@@ -172,3 +198,7 @@ def test_time_that_is_up_and_no_gpu(load, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", arguments)
     with pytest.raises(SystemExit, match="is no GPU"):
         gpu.main()
+    monkeypatch.setattr(gpu, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *late])
+    gpu.main()
+    assert not gpu.RESULTS.exists()

@@ -8,7 +8,8 @@ Every kernel has to give the bits of its definition, and is then timed. Training
 are taken in turns with the uncompressed one, each way in a process of its own, in which
 the device counts the bytes that it has allocated. Both are compared with what
 `jaxact.predicted_time` and the compiler say without running anything. Results are
-written to OUTPUT.json as they come; the table comes last.
+written to OUTPUT.json as they come; the table comes last. The exit status is 1 where
+bits differ or a step fails.
 
 Most of the time goes into compiling, so kernels are checked and steps are compiled side
 by side first; XLA keeps what it chose for products and convolutions for all ways.
@@ -34,7 +35,9 @@ from typing import Any
 from environment import environment
 from gpu_report import table
 from rich.console import Console
+from step_networks import NETWORKS
 from step_runs import Effort, compile_step, in_fresh_process, measure
+from step_ways import WAYS
 
 KERNELS = Path(__file__).parents[2] / "kernels" / "benchmarks"
 RESULTS = Path(__file__).parent / "results"
@@ -114,9 +117,17 @@ def kernel_check(shape: str, name: str, bits: int) -> Record:
             importlib.import_module("normalized").check_normalized(activation, bits)
         else:
             run.checked(run.FORMATS[name], activation, bits)
-    except (Exception, SystemExit) as difference:
-        row["error"] = textwrap.shorten(str(difference), 300)
+    except (Exception, SystemExit) as error:
+        row |= wrong(error)
     return row
+
+
+def wrong(error: BaseException) -> Record:
+    """What a row has of it; the kernels' benchmark exits where bits differ."""
+    if isinstance(error, SystemExit):
+        return {"error": textwrap.shorten(str(error), 300)}
+    text = f"{type(error).__name__}: {error}"
+    return {"error": textwrap.shorten(text, 300), "failed": True}
 
 
 def kernel_rows(shape: str, bits: Sequence[int], samples: int) -> list[Record]:
@@ -136,9 +147,8 @@ def kernel_rows(shape: str, bits: Sequence[int], samples: int) -> list[Record]:
     for part in parts:
         try:
             rows += part(samples, clock)
-        except (Exception, SystemExit) as difference:
-            text = textwrap.shorten(str(difference), 300)
-            rows.append({"shape": shape, "error": text})
+        except (Exception, SystemExit) as error:
+            rows.append({"shape": shape} | wrong(error))
     return [row | predicted(row) for row in rows] if on_gpu else rows
 
 
@@ -205,14 +215,15 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dry-run", action="store_true", help="tiny, on a CPU")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--networks", nargs="+", help="of step.py, for its steps")
-    parser.add_argument("--ways", nargs="+", help="of step.py, uncompressed first")
+    choice = functools.partial(parser.add_argument, nargs="+", metavar="NAME")
+    choice("--networks", choices=NETWORKS, help=f"of {', '.join(NETWORKS)}")
+    ways = f"of {'; '.join(WAYS)}; uncompressed first"
+    choice("--ways", choices=WAYS, help=ways)
     parser.add_argument(
         "--minutes", type=float, default=9, help="after which nothing new is started"
     )
-    parser.add_argument(
-        "--output", type=Path, default=RESULTS / "gpu", help="without a suffix"
-    )
+    output = "without a suffix; a dry run writes nothing without it"
+    parser.add_argument("--output", type=Path, help=output)
     return parser.parse_args()
 
 
@@ -221,11 +232,12 @@ def main() -> None:
     extent = DRY if options.dry_run else FULL
     chosen = {k: tuple(getattr(options, k) or ()) for k in ("networks", "ways")}
     extent = replace(extent, **{k: names for k, names in chosen.items() if names})
-    path = options.output.with_suffix(".json")
-    path.parent.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + 60 * options.minutes
     results: Record = {"checks": [], "kernels": [], "steps": [], "left_out": 0}
     with tempfile.TemporaryDirectory() as folder:
+        default = (Path(folder) if options.dry_run else RESULTS) / "gpu"
+        path = (options.output or default).with_suffix(".json")
+        path.parent.mkdir(parents=True, exist_ok=True)
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", folder)
         results |= in_fresh_process(environment)
         if not options.dry_run and "NVIDIA" not in results["device"]:
@@ -237,10 +249,23 @@ def main() -> None:
             found = part()
             results[kind] += found if isinstance(found, list) else [found]
             path.write_text(json.dumps(results, indent=1) + "\n")
-    path.write_text(json.dumps(results, indent=1) + "\n")
+        path.write_text(json.dumps(results, indent=1) + "\n")
     console.print(table(results))
-    if any("error" in row for row in results["checks"] + results["kernels"]):
-        sys.exit("a kernel has not the bits of its definition")
+    if problems := problems_of(results):
+        sys.exit("; ".join(problems))
+
+
+def problems_of(results: Record) -> list[str]:
+    """What makes the exit status 1."""
+    kernels = [row for row in results["checks"] + results["kernels"] if "error" in row]
+    found = {
+        "a kernel has not the bits of its definition": any(
+            "failed" not in row for row in kernels
+        ),
+        "a kernel failed": any("failed" in row for row in kernels),
+        "a step failed": any(row["why"] for row in results["steps"]),
+    }
+    return [text for text, is_so in found.items() if is_so]
 
 
 if __name__ == "__main__":

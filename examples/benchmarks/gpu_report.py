@@ -23,7 +23,8 @@ def table(results: Record) -> Table:
         found.add_row("kernels with the bits of their definitions", f"{len(right)}")
     for row in results["checks"] + results["kernels"]:
         if "error" in row:
-            found.add_row(row["shape"], "wrong bits", "", "", difference(row))
+            kind = "failed" if row.get("failed") else "wrong bits"
+            found.add_row(row["shape"], kind, "", "", difference(row))
     found.add_section()
     for row in results["kernels"]:
         if "error" not in row and row.get("implementation") != "naive":
