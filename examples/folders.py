@@ -62,7 +62,8 @@ class ImageFolders:
             raise ValueError(f"{len(paths)} images do not fill a batch of {size}")
 
         def crop(epoch: int, index: int) -> np.ndarray:
-            rng = np.random.default_rng((seed, epoch, index))
+            # NumPy takes (seed, epoch, 0) for (seed, epoch), which gives the order.
+            rng = np.random.default_rng((seed, epoch, index + 1))
             return random_crop(paths[index], self.size, rng)
 
         with ThreadPoolExecutor() as pool:

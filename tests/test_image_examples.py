@@ -66,6 +66,20 @@ def test_folders_go_on_where_they_stopped(folder):
     assert (other[0] != all_of_them[0][0]).any()
 
 
+def test_no_crop_is_drawn_as_the_order_is(folder, monkeypatch):
+    from examples import folders
+
+    drawn, make = [], np.random.default_rng
+
+    def noted(seed):
+        drawn.append(make(seed).random())
+        return make(seed)
+
+    monkeypatch.setattr(folders.np.random, "default_rng", noted)
+    next(folders.ImageFolders(folder, 16).training_batches(12, seed=0, start=0))
+    assert len(drawn) == 13 == len(set(drawn))
+
+
 def test_folders_say_what_they_lack(folder, tmp_path_factory):
     from examples.folders import ImageFolders
 
