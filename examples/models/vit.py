@@ -72,15 +72,6 @@ class ViT(nn.Module):
         return head(x.astype(jnp.float32))
 
 
-class ViTS16(ViT):
-    """ViT-S/16, for images of 224x224."""
-
-    patch: int = 16
-    width: int = 384
-    layers: int = 12
-    heads: int = 6
-
-
 class ViTB16(ViT):
     """ViT-B/16, for images of 224x224."""
 

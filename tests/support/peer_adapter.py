@@ -129,12 +129,6 @@ def is_library(frame):
     return within and name not in TEST_TOOLS
 
 
-def as_tuple(static_argnums):
-    return (
-        (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
-    )
-
-
 def applied(transform, target, static_argnums):
     """The transformed target; a decorator where there is none yet."""
     options = {"static_argnums": static_argnums}
