@@ -11,9 +11,10 @@ import jax
 import orbax.checkpoint as ocp
 
 RECORD = "run.json"
-# Options that change no training, and those that its name tells.
+# Options that change no training, those that its name tells, and where it runs.
 _LEFT_OUT = frozenset(
-    "checkpoint save_every target dry_run output data steps batch size".split()
+    "checkpoint save_every target dry_run output data steps batch size "
+    "mesh devices distributed coordinator processes process".split()
 )
 
 

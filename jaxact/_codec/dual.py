@@ -116,7 +116,7 @@ class DualPrecision(Codec[Stored]):
         return f"{self._quantize.label} and means"
 
     def declines(self, shape: tuple[int, ...], dtype: DTypeLike) -> str | None:
-        return self._quantize.declines(shape, dtype)
+        return super().declines(shape, dtype) or self._quantize.declines(shape, dtype)
 
     def encode(self, x: jax.Array, seed: jax.Array) -> Stored:
         return self._encode(x, seed, is_fused=False)
