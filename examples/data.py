@@ -16,7 +16,7 @@ CIFAR-10 in this form has images of [32, 32, 3] and ten classes. To make a file:
 
 import itertools
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,20 +133,33 @@ def read(path: Path) -> dict[str, np.ndarray]:
     Raises:
       ValueError: no such file, or a field is missing or not as `check` asks.
     """
-    required = f"an .npz with {', '.join(FIELDS)} is required, see examples/data.py"
+    fields = arrays(path, FIELDS, "examples/data.py")
+    check(fields, path)
+    return fields
+
+
+def arrays(path: Path, names: Sequence[str], described: str) -> dict[str, np.ndarray]:
+    """The arrays with these names in an .npz file.
+
+    Args:
+      described: the file that says how they must be, for messages.
+
+    Raises:
+      OSError: no such file.
+      ValueError: it is no .npz, or lacks one.
+    """
+    required = f"an .npz with {', '.join(names)} is required, see {described}"
     if not zipfile.is_zipfile(path):
         path.stat()  # "no such file"
         raise ValueError(f"{path}: {required}")
     with np.load(path) as file:
-        missing = [name for name in FIELDS if name not in file]
+        missing = [name for name in names if name not in file]
         if missing:
             raise ValueError(
                 f"{path} lacks {', '.join(missing)}; it holds {', '.join(file)}: "
                 + required
             )
-        fields = {name: file[name] for name in FIELDS}
-    check(fields, path)
-    return fields
+        return {name: file[name] for name in names}
 
 
 def check(fields: dict[str, np.ndarray], path: Path) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import data
 import numpy as np
 
 FIELDS = (
@@ -69,14 +70,7 @@ def load(path: Path | None = None) -> Graph:
 
 
 def read(path: Path) -> Graph:
-    with np.load(path) as file:
-        missing = [name for name in FIELDS if name not in file]
-        if missing:
-            raise ValueError(
-                f"{path} lacks {', '.join(missing)}; it holds {', '.join(file)}. "
-                f"An .npz with {', '.join(FIELDS)} is required."
-            )
-        fields = {name: file[name] for name in FIELDS}
+    fields = data.arrays(path, FIELDS, "examples/graphs.py")
     check(fields, path)
     shape = len(fields["labels"]), int(fields["num_features"])
     features = np.zeros(shape, np.float32)

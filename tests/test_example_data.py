@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from examples import data, graphs
+from examples import data
 
 
 def images_of(shape, labels):
@@ -55,6 +55,22 @@ GRAPH = {
 }
 
 
+def test_a_graph_of_a_file(tmp_path, load):
+    graphs = load("graphs")
+    np.savez(tmp_path / "tiny.npz", **GRAPH)
+    graph = graphs.load(tmp_path / "tiny.npz")
+    assert (graph.name, graph.num_classes) == ("tiny", 2)
+    wanted = [[0, 0.5, 0, 0.5], [1, 0, 0, 0], [0, 0, 0, 0]]
+    np.testing.assert_array_equal(graph.features, wanted)
+    senders, receivers, weights = graph.edges
+    assert sorted(zip(senders, receivers, weights, strict=True)) == [
+        *((0, 0, 0.5), (0, 1, 0.5), (1, 0, 0.5), (1, 1, 0.5), (2, 2, 1.0))
+    ]
+    np.savez(tmp_path / "half.npz", labels=[0])
+    with pytest.raises(ValueError, match="lacks feature_rows, feature_cols"):
+        graphs.load(tmp_path / "half.npz")
+
+
 @pytest.mark.parametrize(
     "changed, message",
     [
@@ -68,10 +84,10 @@ GRAPH = {
         ({"labels": [0, -1, 1]}, "labels .* -1 to 1; from 0 on"),
     ],
 )
-def test_a_graph_with_other_values(changed, message, tmp_path):
+def test_a_graph_with_other_values(changed, message, tmp_path, load):
     np.savez(tmp_path / "graph.npz", **GRAPH | changed)
     with pytest.raises(ValueError, match=message):
-        graphs.load(tmp_path / "graph.npz")
+        load("graphs").load(tmp_path / "graph.npz")
 
 
 def test_a_file_that_is_no_archive(tmp_path):

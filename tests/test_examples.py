@@ -257,33 +257,6 @@ def test_graph_layers_are_those_of_their_papers():
     close(gat.layer(p, x, edges), np.where(wanted > 0, wanted, np.expm1(wanted)))
 
 
-def test_a_graph_of_a_file(tmp_path):
-    from examples import graphs
-
-    fields = {
-        "feature_rows": [0, 0, 1],
-        "feature_cols": [1, 3, 0],
-        "num_features": 4,
-        "labels": [0, 1, 1],
-        "senders": [0, 1],
-        "receivers": [1, 0],
-        "train_index": [0, 1],
-        "test_index": [2],
-    }
-    np.savez(tmp_path / "tiny.npz", **fields)
-    graph = graphs.load(tmp_path / "tiny.npz")
-    assert (graph.name, graph.num_classes) == ("tiny", 2)
-    wanted = [[0, 0.5, 0, 0.5], [1, 0, 0, 0], [0, 0, 0, 0]]
-    np.testing.assert_array_equal(graph.features, wanted)
-    senders, receivers, weights = graph.edges
-    assert sorted(zip(senders, receivers, weights, strict=True)) == [
-        *((0, 0, 0.5), (0, 1, 0.5), (1, 0, 0.5), (1, 1, 0.5), (2, 2, 1.0))
-    ]
-    np.savez(tmp_path / "half.npz", labels=[0])
-    with pytest.raises(ValueError, match="lacks feature_rows, feature_cols"):
-        graphs.load(tmp_path / "half.npz")
-
-
 @pytest.mark.thorough
 def test_every_way_of_keeping_starts_from_the_same_network(monkeypatch):
     for package in ("flax", "optax", "sklearn"):

@@ -121,7 +121,7 @@ class Search:
     def try_(self, solution: Solution) -> Trial | None:
         """Compile a solution; None if it was compiled before."""
         policy = policy_of(solution, self.base)
-        if any(trial.policy == policy for trial in self.trials):
+        if self._tried(policy) is not None:
             return None
         for trial in self.known:
             if trial.policy == policy:
@@ -195,10 +195,10 @@ class Search:
             yield above[0] + step * (wanted - above[1])
         elif fitting:
             yield fitting[0] + wanted - fitting[1]
-            whole = [t for t in self.trials if t.policy == UNCOMPRESSED]
-            free = self._solve(math.inf)
-            if whole and free is not None:
-                exact = free.live_bytes, budgeted(whole[0].memory, self.of)
+            whole = self._tried(UNCOMPRESSED)
+            free = self._solve(math.inf) if whole else None
+            if whole and free:
+                exact = free.live_bytes, budgeted(whole.memory, self.of)
                 yield _between(fitting, exact, wanted)
         else:
             yield wanted / (1 + _GAPS)
@@ -212,8 +212,7 @@ class Search:
 
     def _is_better(self, solution: Solution, best: Trial) -> bool:
         """Whether a solution is cheaper than a step that fits, and is not compiled."""
-        policy = policy_of(solution, self.base)
-        is_new = all(t.policy != policy for t in self.trials)
+        is_new = self._tried(policy_of(solution, self.base)) is None
         return is_new and solution.cost < (1 - GAP) * best.cost
 
     def _safe(self, limit: int) -> Solution:
@@ -254,8 +253,11 @@ class Search:
 
     def _wants_uncompressed(self, solution: Solution) -> bool:
         """Whether the solution keeps all exactly, and plainly so was not tried."""
-        is_tried = any(t.policy == UNCOMPRESSED for t in self.trials)
-        return solution.cost == 0 and not is_tried
+        return solution.cost == 0 and self._tried(UNCOMPRESSED) is None
+
+    def _tried(self, policy: Policy) -> Trial | None:
+        """This search's step under a policy, if there is one."""
+        return next((t for t in self.trials if t.policy == policy), None)
 
     def memory_of(self, policy: Policy) -> Memory:
         """The step compiled under a policy."""

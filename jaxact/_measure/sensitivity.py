@@ -129,7 +129,8 @@ def sensitivity(
     )
     seeds = jax.random.bits(key, (draws,), jnp.uint32)
     settings = jnp.eye(len(rounded), dtype=jnp.float32)
-    exact = _gradient(program, values, jnp.zeros(len(rounded)), seeds[0])
+    none = jnp.zeros(len(rounded), jnp.float32)
+    exact = _gradient(program, values, none, seeds[0])
     signal = float(_size(exact))
     rows = []
     for i, residual in enumerate(progress(rounded, "rounding each residual")):

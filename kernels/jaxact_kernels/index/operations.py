@@ -44,9 +44,9 @@ class IndexOperation(Operation):
         return {"triton": self._triton_declines}
 
     def _triton_declines(self, device: Device) -> str | None:
-        reason = without_triton(device)
-        if reason is not None:
-            return reason
+        return without_triton(device) or self._kernel_declines()
+
+    def _kernel_declines(self) -> str | None:
         from jaxact_kernels.index import triton
 
         return triton.declines(self.mapped_layout, self.dtype, self.bits)

@@ -8,7 +8,6 @@ import jax
 import numpy as np
 
 from jaxact_kernels import checks
-from jaxact_kernels.device import Device, without_triton
 from jaxact_kernels.index import operations as index
 from jaxact_kernels.mask import reference
 from jaxact_kernels.numbering import Numbering
@@ -33,10 +32,7 @@ class MaskOperation(index.IndexOperation):
                 "jaxact_kernels.affine for floats"
             )
 
-    def _triton_declines(self, device: Device) -> str | None:
-        reason = without_triton(device)
-        if reason is not None:
-            return reason
+    def _kernel_declines(self) -> str | None:
         from jaxact_kernels.mask import triton
 
         return triton.declines(self.mapped_layout, self.dtype)
