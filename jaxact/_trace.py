@@ -322,10 +322,13 @@ def arguments(
     f: Callable[..., object],
     args: Sequence[object],
     kwargs: dict[str, Any],
-    activations: Names | None,
-    static_argnums: Names,
+    activations: Sequence[str | int] | None,
+    static_argnums: Sequence[str | int],
 ) -> list[Argument]:
     """Describe a plain function call's arguments.
+
+    Args:
+      activations, static_argnums: names and positions, see `as_tuple`.
 
     Raises:
       ValueError: `activations` or `static_argnums` name an argument that the call
@@ -335,9 +338,8 @@ def arguments(
     unnamed = [f"args[{i}]" for i in range(len(positional), len(args))]
     labels = [*(positional + unnamed)[: len(args)], *kwargs]
     known = list(dict.fromkeys([*labels, *positional, *keyword]))
-    wanted = None if activations is None else as_tuple("activations", activations)
-    static = as_tuple("static_argnums", static_argnums)
-    for option, names in (("activations", wanted or ()), ("static_argnums", static)):
+    given = {"activations": activations or (), "static_argnums": static_argnums}
+    for option, names in given.items():
         for a in names:
             if a not in known and a not in range(-len(args), len(known)):
                 raise ValueError(
@@ -351,10 +353,10 @@ def arguments(
         names = {label, position}
         if number < len(args):
             names.add(number - len(args))
-        is_static = not names.isdisjoint(static)
-        if wanted is None:
+        is_static = not names.isdisjoint(static_argnums)
+        if activations is None:
             return Argument(label, Kind.UNKNOWN, is_static)
-        kind = Kind.PARAMETER if names.isdisjoint(wanted) else Kind.ACTIVATION
+        kind = Kind.PARAMETER if names.isdisjoint(activations) else Kind.ACTIVATION
         return Argument(label, kind, is_static)
 
     return [argument(i, label) for i, label in enumerate(labels)]

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from jaxact._modules.original import refuse_key
 from jaxact._policy import Policy
-from jaxact._trace import Names
 
 if TYPE_CHECKING:
     from jaxact._modules.pure import PureCall
@@ -37,7 +36,7 @@ class Adapter(Protocol):
         f: Callable[..., object],
         policy: Policy,
         static_argnums: Sequence[str | int],
-        activations: Names | None = None,
+        activations: Sequence[str | int] | None = None,
     ) -> Callable[..., object]:
         """A method, or a function that takes modules, compressed.
 

@@ -21,7 +21,7 @@ from jaxact._modules.original import original_of, remember
 from jaxact._modules.pickling import make_picklable
 from jaxact._policy import Policy
 from jaxact._residual import join_paths
-from jaxact._trace import Argument, Names, arguments
+from jaxact._trace import Argument, arguments
 
 T = TypeVar("T")
 
@@ -68,7 +68,7 @@ def compress_method(
     f: Callable[..., object],
     policy: Policy,
     static_argnums: Sequence[str | int],
-    activations: Names | None = None,
+    activations: Sequence[str | int] | None = None,
 ) -> Callable[..., object]:
     """A method (or function that takes a module) with its residuals compressed."""
     return _lift(f, f, policy, static_argnums, activations)
@@ -97,7 +97,7 @@ def _lift(
     method: Callable[..., object],
     policy: Policy,
     static_argnums: Sequence[str | int],
-    activations: Names | None = None,
+    activations: Sequence[str | int] | None = None,
 ) -> Callable[..., object]:
     def transform(fn: Callable[..., Any], **_: object) -> Callable[..., Any]:
         def body(
@@ -158,7 +158,7 @@ def _describe(
     method: Callable[..., object],
     args: Sequence[object],
     kwargs: dict[str, Any],
-    activations: Names | None,
+    activations: Sequence[str | int] | None,
     static_argnums: Sequence[str | int],
 ) -> list[Argument]:
     """The arguments of a method's call, without the module, which is number 0."""

@@ -26,7 +26,7 @@ from jaxact._modules.pickling import make_picklable
 from jaxact._modules.pure import PureCall
 from jaxact._policy import Policy
 from jaxact._residual import join_paths
-from jaxact._trace import Argument, Names, arguments
+from jaxact._trace import Argument, arguments
 
 T = TypeVar("T")
 
@@ -50,7 +50,7 @@ def compress_method(
     f: Callable[..., object],
     policy: Policy,
     static_argnums: Sequence[str | int],
-    activations: Names | None = None,
+    activations: Sequence[str | int] | None = None,
 ) -> Callable[..., object]:
     """A function that takes modules and arrays, with its residuals compressed."""
 

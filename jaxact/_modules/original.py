@@ -9,8 +9,6 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from jaxact._trace import Names
-
 _ATTRIBUTE = "_jaxact_original"
 KEY = "rounding_key"
 
@@ -25,14 +23,14 @@ class Original:
 
     target: Any
     compressed: object
-    activations: Names | None
+    activations: tuple[str | int, ...] | None
     static_argnums: tuple[str | int, ...]
 
 
 def remember(
     compressed: Any,
     target: object,
-    activations: Names | None,
+    activations: tuple[str | int, ...] | None,
     static_argnums: tuple[str | int, ...],
 ) -> None:
     """Note that `compressed` was made from `target`."""
