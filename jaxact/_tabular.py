@@ -222,11 +222,15 @@ def _height(rows: Sequence[Sequence[str]], widths: Sequence[int]) -> int:
 
 
 def _broken(cell: str, width: int) -> list[str]:
-    """A cell's lines: broken after a space or '/', else after '_', else anywhere."""
+    """A cell's lines.
+
+    Broken after a space or '/' or before '@', else after '_' or '.', else anywhere.
+    """
     lines = []
     while len(cell) > width:
         line = cell[:width]
-        end = max(map(line.rfind, " /")) + 1 or line.rfind("_") + 1 or width
+        end = max(*map(line.rfind, " /"), cell.rfind("@", 1, width + 1) - 1) + 1
+        end = end or max(map(line.rfind, "_.")) + 1 or width
         lines.append(cell[:end].rstrip())
         cell = cell[end:]
     return [*lines, cell]

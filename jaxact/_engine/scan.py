@@ -20,7 +20,7 @@ from jaxact._engine.seeds import seed_of_step
 from jaxact._engine.storage import Draw
 from jaxact._flat import Flat, Kind
 from jaxact._jaxpr.compat import jit_shardings, open_jaxpr, scan_counts
-from jaxact._jaxpr.evaluate import bind, value_of
+from jaxact._jaxpr.evaluate import bind, traced_at, value_of
 from jaxact._jaxpr.flow import fact_of, facts_inside, flow, scan_facts
 from jaxact._jaxpr.labels import module_path, numbered, scan_inputs, with_labels
 from jaxact._jaxpr.read import held_programs
@@ -154,7 +154,8 @@ def _scan(
         own = draw._replace(seed=seed_of_step(draw.seed, step))
         return compress(flat, own, [*body_consts, *xs], scope)
 
-    return rebuild(eqn, compressed, values)
+    with traced_at(eqn):  # residuals that the scan stacks are told by its label
+        return rebuild(eqn, compressed, values)
 
 
 def _kinds_inside(eqn: Eqn, facts: Sequence[int]) -> tuple[Kind, ...]:

@@ -66,4 +66,4 @@ def test_among_other_states():
     assert gradient_error(f, X, policy=policy) < 0.05
     table = residuals(compress(f, policy=policy), X)
     packed = {row.key for row in table.rows if row.stored_bytes < row.exact_bytes}
-    assert "carry[1]" in packed and "carry" not in packed
+    assert "carry[1]@scan" in packed and "carry@scan" not in packed

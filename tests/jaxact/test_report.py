@@ -109,6 +109,24 @@ def test_a_carry_kept_exactly_is_listed_as_an_argument():
     assert carry.why == "a scan's carry, kept exactly for each step"
 
 
+@pytest.mark.parametrize("action", [Quantize(4), Exact()], ids=["packed", "exact"])
+def test_keys_tell_a_step_of_a_scan_from_what_is_around_it(action):
+    """Both multiply an argument called x, and take a tanh, under no path."""
+    policy = Policy(bits=4, rules=(Rule(action, path="carry"),))
+
+    @jaxact.compress(policy=policy, activations=("x", "xs"))
+    def f(w, x, xs):
+        step = lambda c, x: (jnp.tanh(c @ w) + jnp.tanh(x @ w), None)
+        c, _ = lax.scan(step, jnp.tanh(x @ w), xs)
+        return lax.scan(step, c, jnp.sin(xs))[0].sum()
+
+    table = jaxact.residuals(f, jnp.ones((64, 64)), X, jnp.stack([X] * 3), argnums=0)
+    keys = [row.key for row in table.rows]
+    assert len(set(keys)) == len(keys), keys
+    wanted = {"x", "x@scan", "carry@scan", "carry@scan#1", "tanh.derivative"}
+    assert wanted <= set(keys), keys
+
+
 def test_a_table_explains_unbiased_to_first_order():
     twice = lambda w, x: jax.nn.softmax((x @ w) @ (x @ w).T) @ x
     once = lambda w, x: jnp.tanh(x @ w)

@@ -195,7 +195,7 @@ def test_a_rule_about_a_carry_holds_outside_of_the_scan():
     small = jaxact.compress(f, policy=policy, activations="x")
     table = jaxact.residuals(small, jnp.stack(WS), INPUT, argnums=0)
     actions = {row.key: row.action for row in table.rows}
-    assert actions == {"carry": Exact(), "tanh.derivative": Quantize(4)}
+    assert actions == {"carry@scan": Exact(), "tanh.derivative@scan": Quantize(4)}
 
 
 def layer(w, x):
