@@ -58,7 +58,7 @@ _REPLAYED = 2
 
 
 @dataclasses.dataclass
-class _Heard:
+class _TracedCall:
     """A call, as it was traced.
 
     Attributes:
@@ -86,7 +86,7 @@ class _Trace:
     program: Jaxpr
     rows: Mapping[str, list[ResidualRow]]
     outside: list[ResidualRow]
-    calls: Mapping[str, _Heard]
+    calls: Mapping[str, _TracedCall]
     has_checkpointed: bool
 
 
@@ -100,16 +100,16 @@ class Step:
 
     def traced(self, policy: Policy) -> _Trace:
         """The step with its compressed calls under `policy`."""
-        calls: dict[str, _Heard] = {}
+        calls: dict[str, _TracedCall] = {}
 
-        def hear(path: str, program: Jaxpr, decisions: Sequence[Decision]) -> None:
-            heard = calls.setdefault(call_key(path), _Heard())
+        def record(path: str, program: Jaxpr, decisions: Sequence[Decision]) -> None:
+            call = calls.setdefault(call_key(path), _TracedCall())
             for d in decisions:
-                heard.decisions.setdefault(d.residual.key, d)
-            heard.flops = max(heard.flops, flops_of(program))
-            heard.inside = max(heard.inside, largest_recomputed(program))
+                call.decisions.setdefault(d.residual.key, d)
+            call.flops = max(call.flops, flops_of(program))
+            call.inside = max(call.inside, largest_recomputed(program))
 
-        with overriding(Override(policy, hear)), warnings.catch_warnings():
+        with overriding(Override(policy, record)), warnings.catch_warnings():
             warnings.simplefilter("ignore", CompressionWarning)
             traced = trace(self.function, self.args, self.kwargs)
         program = step_program(traced.jaxpr)
@@ -142,7 +142,7 @@ def read_problem(
       ValueError: no call in the step is compressed, or no residual is rounded.
     """
     stored = step.traced(base)
-    if not any(_is_free(heard, row) for heard, row in _pairs(stored)):
+    if not any(_is_free(call, row) for call, row in _pairs(stored)):
         raise ValueError(
             f"jaxact.plan: the step has no residual to choose for. {_cause(stored)}; "
             "see jaxact.residuals(step, ..., argnums=())."
@@ -195,13 +195,13 @@ def _cause(stored: _Trace) -> str:
     )
 
 
-def _pairs(traced: _Trace) -> list[tuple[_Heard, ResidualRow]]:
+def _pairs(traced: _Trace) -> list[tuple[_TracedCall, ResidualRow]]:
     return [(traced.calls[key], r) for key, rows in traced.rows.items() for r in rows]
 
 
-def _is_free(heard: _Heard, row: ResidualRow) -> bool:
+def _is_free(call: _TracedCall, row: ResidualRow) -> bool:
     """Whether the policy rounds it, and no rule asked for that."""
-    decision = heard.decisions[row.key]
+    decision = call.decisions[row.key]
     return decision.rule is None and decision.bias is not Bias.EXACT
 
 
@@ -209,8 +209,8 @@ def _elementwise_rules(stored: _Trace) -> list[Rule]:
     """Rules to compute elementwise results of other residuals again."""
     return [
         Rule(Recompute(), key=row.key)
-        for heard, row in _pairs(stored)
-        if _is_free(heard, row) and row.primitive in ELEMENTWISE
+        for call, row in _pairs(stored)
+        if _is_free(call, row) and row.primitive in ELEMENTWISE
     ]
 
 
@@ -331,14 +331,14 @@ class _Reader:
             grouped.setdefault(row.key, []).append(row)
         rows, fixed = [], 0
         for name, several in grouped.items():
-            heard = traced.calls[key]
-            if not _is_free(heard, several[0]):
+            call = traced.calls[key]
+            if not _is_free(call, several[0]):
                 fixed += sum(row.stored_bytes for row in several)
                 continue
             whole = dataclasses.replace(
                 several[0], exact_bytes=sum(row.exact_bytes for row in several)
             )
-            decision = heard.decisions[name]
+            decision = call.decisions[name]
             options = self._options(decision, whole, is_recomputed_from)
             elements = whole.exact_bytes // whole.dtype.itemsize
             rows.append(Row(name, whole.path, elements, whole.exact_bytes, options))

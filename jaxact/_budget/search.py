@@ -80,9 +80,9 @@ class Search:
             if self._wants_uncompressed(solution):
                 trial = self.uncompressed()
             else:
-                trial = self.try_(solution)
+                trial = self.attempt(solution)
             if trial is None and self.best(limit) is None:
-                trial = self.try_(self._least(kept_alone=True))
+                trial = self.attempt(self._least(kept_alone=True))
             if trial is None:
                 return
             taken = budgeted(trial.memory, self.of)
@@ -118,7 +118,7 @@ class Search:
         self.trials.append(Trial(UNCOMPRESSED, (), None, None, None, memory, 0.0, 0.0))
         return self.trials[-1]
 
-    def try_(self, solution: Solution) -> Trial | None:
+    def attempt(self, solution: Solution) -> Trial | None:
         """Compile a solution; None if it was compiled before."""
         policy = policy_of(solution, self.base)
         if self._tried(policy) is not None:

@@ -17,9 +17,9 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from jaxact._engine.evaluation import DecodingProgram, Way, equation_by_equation
+from jaxact._engine.evaluation import DecodingProgram, Evaluator, equation_by_equation
 from jaxact._engine.late import decoded_late, has_checkpoints
-from jaxact._engine.ordered import ordered_way, product_by_product
+from jaxact._engine.ordered import ordered_evaluator, product_by_product
 from jaxact._engine.shared import TABLE, with_shared_operand
 from jaxact._engine.storage import BackwardProgram, Packed, Probe, Storage
 from jaxact._engine.sums import is_in_steps
@@ -28,7 +28,7 @@ from jaxact._jaxpr.compat import barrier
 from jaxact._jaxpr.evaluate import in_mesh_of, is_traced, value_of
 from jaxact._jaxpr.read import is_split_explicitly
 from jaxact._jaxpr.types import Dtype, Env, PyTree, Var
-from jaxact._plan.again import again_p
+from jaxact._plan.decoded_again import decoded_again_p
 from jaxact._plan.storage import StoragePlan
 
 
@@ -57,8 +57,8 @@ def backward_pass(
         decoded = [_decoded(storage, r) for r in residuals]
         results = storage.backward(program, residuals, decoded, inputs.cotangents)
     else:
-        way = _way(plan, inputs)
-        results = _by(way, plan, part, storage, residuals, inputs), {}
+        evaluate = _evaluator(plan, inputs)
+        results = _evaluated(evaluate, plan, part, storage, residuals, inputs), {}
     if not plan.packed:
         return results
     return _held(*results, plan.forward.backward.gradient_dtypes)
@@ -162,7 +162,7 @@ def _held(
     return [lax.convert_element_type(g, dtype) for g, dtype in wide], measured
 
 
-def _way(plan: StoragePlan, inputs: BackwardInputs) -> Way:
+def _evaluator(plan: StoragePlan, inputs: BackwardInputs) -> Evaluator:
     """How to evaluate a program that decodes."""
     if plan.is_checkpointed:
         return product_by_product
@@ -170,7 +170,7 @@ def _way(plan: StoragePlan, inputs: BackwardInputs) -> Way:
         return _directly
     backward = plan.forward.backward
     count = len(backward.cotangents)
-    if in_parts := ordered_way(plan.forward.backward_program, count):
+    if in_parts := ordered_evaluator(plan.forward.backward_program, count):
         return in_parts
     # Not for a policy that computes all of a call again: the 12-layer transformer of
     # the tests takes 476 MiB on a CPU, else 496 (on an H100 as much as before).
@@ -186,15 +186,15 @@ def _directly(
     return program(packed, cotangents)
 
 
-def _by(
-    way: Way,
+def _evaluated(
+    evaluate: Evaluator,
     plan: StoragePlan,
     part: UsedPart | None,
     storage: Storage,
     residuals: Sequence[Packed],
     inputs: BackwardInputs,
 ) -> list[jax.Array]:
-    """The gradients, by a way to evaluate programs that decode."""
+    """The gradients; `evaluate` is for programs that decode."""
     cotangents = inputs.cotangents
     floating = [
         i for i, c in enumerate(cotangents) if jnp.issubdtype(c.dtype, jnp.inexact)
@@ -211,7 +211,9 @@ def _by(
         program = backward_program(plan, known, part)
         return program([_decoded(storage, r) for r in own], every)
 
-    return way(run, [r.arrays for r in residuals], [cotangents[i] for i in floating])
+    return evaluate(
+        run, [r.arrays for r in residuals], [cotangents[i] for i in floating]
+    )
 
 
 def _packed(v: Var, arrays: PyTree, plan: StoragePlan, keys: Collection[str]) -> Packed:
@@ -236,7 +238,7 @@ def _decoded_again(
     packed = dict(zip(plan.packed, residuals, strict=True))
     found: Env = {}
     for step in plan.replay:
-        v = step.eqn.invars[0] if step.eqn.primitive is again_p else None
+        v = step.eqn.invars[0] if step.eqn.primitive is decoded_again_p else None
         if v in packed and v not in plan.normalized:
             arrays = barrier(packed[v].arrays)
             residual = dataclasses.replace(packed[v], arrays=arrays)

@@ -20,7 +20,9 @@ from jaxact._jaxpr.types import Env, Eqn, Jaxpr, PyTree, Var
 # (arrays that are decoded, cotangents of floating types) -> gradients
 DecodingProgram: TypeAlias = Callable[[PyTree, list[jax.Array]], list[jax.Array]]
 # Evaluates a program that decodes its first argument.
-Way: TypeAlias = Callable[[DecodingProgram, PyTree, list[jax.Array]], list[jax.Array]]
+Evaluator: TypeAlias = Callable[
+    [DecodingProgram, PyTree, list[jax.Array]], list[jax.Array]
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Order:
     Attributes:
       packed: inputs that are no cotangents.
       cotangents: the other inputs.
-      moving: indices: those that depend on the cotangents.
+      dependent: indices: those that depend on the cotangents.
       producers: for each value of the other ones, its equation's index.
       continuing: values that a later product depends on.
     """
@@ -38,7 +40,7 @@ class Order:
     jaxpr: Jaxpr
     packed: list[Var]
     cotangents: list[Var]
-    moving: list[int]
+    dependent: list[int]
     producers: dict[Var, int]
     continuing: set[Var]
 
@@ -46,20 +48,22 @@ class Order:
     def of(cls, jaxpr: Jaxpr, count: int) -> "Order":
         """For a program whose first `count` inputs are no cotangents."""
         packed, cotangents = jaxpr.invars[:count], jaxpr.invars[count:]
-        depends, moving = set(cotangents), []
+        depends, dependent = set(cotangents), []
         producers: dict[Var, int] = {}
         for i, eqn in enumerate(jaxpr.eqns):
             if depends.isdisjoint(variables_in(eqn.invars)) and not eqn.effects:
                 producers.update(dict.fromkeys(eqn.outvars, i))
             else:
-                moving.append(i)
+                dependent.append(i)
                 depends.update(eqn.outvars)
         continuing: set[Var] = set()
-        for i in reversed(moving):
+        for i in reversed(dependent):
             eqn = jaxpr.eqns[i]
             if has_product(eqn) or not continuing.isdisjoint(eqn.outvars):
                 continuing.update(depends.intersection(variables_in(eqn.invars)))
-        return cls(jaxpr, list(packed), list(cotangents), moving, producers, continuing)
+        return cls(
+            jaxpr, list(packed), list(cotangents), dependent, producers, continuing
+        )
 
     def continues(self, eqn: Eqn) -> bool:
         """Whether it is a product on whose result a later one depends."""
@@ -117,7 +121,7 @@ class Evaluation:
     def outputs(self) -> list[jax.Array]:
         """The program's results."""
         jaxpr = self.order.jaxpr
-        for i in self.order.moving:
+        for i in self.order.dependent:
             self.step(i)
         for v in dict.fromkeys(variables_in(jaxpr.outvars)):
             if v not in self.env:

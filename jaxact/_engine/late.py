@@ -30,10 +30,10 @@ def decoded_late(
     program: DecodingProgram, packed: PyTree, cotangents: list[jax.Array]
 ) -> list[jax.Array]:
     """`program(packed, cotangents)`, decoding for checkpoints behind their barriers."""
-    return Late(*traced(program, packed, cotangents)).outputs()
+    return LateDecoding(*traced(program, packed, cotangents)).outputs()
 
 
-class Late(Evaluation):
+class LateDecoding(Evaluation):
     """One evaluation."""
 
     def evaluate(self, eqn: Eqn) -> None:

@@ -25,12 +25,12 @@ import jax
 
 from jaxact._engine.evaluation import (
     DecodingProgram,
+    Evaluator,
     Order,
-    Way,
     has_product,
     traced,
 )
-from jaxact._engine.late import Late
+from jaxact._engine.late import LateDecoding
 from jaxact._engine.lone import lone_barrier
 from jaxact._engine.places import after_products, between_blocks, joins, joins_among
 from jaxact._engine.shared import TABLE, with_shared_operand
@@ -65,7 +65,7 @@ def join_by_join(
     return _evaluated(program, packed, cotangents, joins, lone_barrier)
 
 
-def ordered_way(backward: Jaxpr, num_cotangents: int) -> Way | None:
+def ordered_evaluator(backward: Jaxpr, num_cotangents: int) -> Evaluator | None:
     """How to evaluate a backward program, whose last inputs are cotangents, in parts.
 
     A residual block alone may have a place in its middle, and one at its start.
@@ -114,7 +114,7 @@ def _parts(
     found: set[int] = set()
     parts: dict[int, list[_Stored]] = {}
     part: list[_Stored] = []
-    for i in order.moving:
+    for i in order.dependent:
         part = parts.setdefault(i, []) if i in places else part
         eqn = order.jaxpr.eqns[i]
         for each in [*order.before(eqn, known), eqn]:
@@ -126,7 +126,7 @@ def _parts(
 
 
 @dataclasses.dataclass
-class _InOrder(Late):
+class _InOrder(LateDecoding):
     """One evaluation.
 
     Attributes:

@@ -23,7 +23,7 @@ def after_products(order: Order) -> list[int]:
     """Each first reader of a product's result, as an index of an equation."""
     places: list[int] = []
     fresh: set[Var] = set()
-    for i in order.moving:
+    for i in order.dependent:
         eqn = order.jaxpr.eqns[i]
         if not fresh.isdisjoint(variables_in(eqn.invars)):
             places.append(i)
@@ -42,7 +42,7 @@ def between_blocks(order: Order) -> list[int]:
     as its scores are wider than the end. The last products have too few after them to
     compare with: there a place has no more than the one before it.
     """
-    eqns = [order.jaxpr.eqns[i] for i in order.moving]
+    eqns = [order.jaxpr.eqns[i] for i in order.dependent]
     products = list(itertools.accumulate(map(order.continues, eqns), initial=0))
     live, last = _live_bytes(eqns, order), products[-1]
     final = 1 + max((i for i, eqn in enumerate(eqns) if has_product(eqn)), default=0)
@@ -56,7 +56,7 @@ def between_blocks(order: Order) -> list[int]:
             others.append(live[places[-1]])
         if all(live[i] <= _SIMILAR * other for other in others):
             places.append(i)
-    return [order.moving[i] for i in places]
+    return [order.dependent[i] for i in places]
 
 
 def joins(order: Order) -> list[int]:
@@ -72,11 +72,11 @@ def joins_among(places: Sequence[int], order: Order) -> list[int]:
     """
     if not places:
         return []
-    eqns = [order.jaxpr.eqns[i] for i in order.moving]
-    live = dict(zip(order.moving, _live_bytes(eqns, order), strict=True))
+    eqns = [order.jaxpr.eqns[i] for i in order.dependent]
+    live = dict(zip(order.dependent, _live_bytes(eqns, order), strict=True))
 
     def is_join(i: int) -> bool:
-        ends = sorted([live[order.moving[0]], live[i]])
+        ends = sorted([live[order.dependent[0]], live[i]])
         return ends[1] <= _SIMILAR * ends[0]
 
     return list(filter(is_join, places))

@@ -146,16 +146,18 @@ class _Program:
         cls, program: Jaxpr, late_values: set[Var], rounded: Sequence[Var], bits: int
     ) -> "_Program":
         """`late_values`: inputs that are not there in the forward pass."""
-        early, late, moving = list[Eqn](), list[Eqn](), set(late_values)
+        early, late, dependent = list[Eqn](), list[Eqn](), set(late_values)
         for eqn in program.eqns:
-            is_late = not moving.isdisjoint(variables_in(eqn.invars))
+            is_late = not dependent.isdisjoint(variables_in(eqn.invars))
             if is_late or eqn.effects or eqn.primitive.name in _HELD:
                 late.append(eqn)
-                moving.update(eqn.outvars)
+                dependent.update(eqn.outvars)
             else:
                 early.append(eqn)
         made_from, bent = _facts(with_outputs(program, early, []), rounded)
-        found = scalings(program, moving, {v for v, bits in made_from.items() if bits})
+        found = scalings(
+            program, dependent, {v for v, bits in made_from.items() if bits}
+        )
         owners: dict[int, object] = {id(e): s for s in found for e in s.eqns}
         readers = defaultdict[Var, dict[object, None]](dict)
         for eqn in late:

@@ -65,19 +65,21 @@ class Scaling:
         }
 
 
-def scalings(jaxpr: Jaxpr, moving: Collection[Var], rounded: set[Var]) -> list[Scaling]:
+def scalings(
+    jaxpr: Jaxpr, dependent: Collection[Var], rounded: set[Var]
+) -> list[Scaling]:
     """The largest such parts of a backward program.
 
     They end with products with `rounded` factors or with sums: for a number times a
     result, or with its sign changed, another slope would be stored.
 
     Args:
-      moving: the variables that depend on cotangents.
+      dependent: the variables that depend on cotangents.
       rounded: values that are made from residuals which will be rounded.
     """
     source, parts = dict[Var, Var](), dict[Var, list[Eqn]]()
     for eqn in jaxpr.eqns:
-        found = _scaled(eqn, moving, source)
+        found = _scaled(eqn, dependent, source)
         if found is not None:
             source[eqn.outvars[0]] = found
             parts.setdefault(found, []).append(eqn)
@@ -88,7 +90,7 @@ def scalings(jaxpr: Jaxpr, moving: Collection[Var], rounded: set[Var]) -> list[S
         for eqn in reversed(eqns):
             (v,), operands = eqn.outvars, variables_in(eqn.invars)
             is_last = not any(id(reader) in kept for reader in readers.get(v, ()))
-            is_sum = sum(x in moving for x in operands) > 1
+            is_sum = sum(x in dependent for x in operands) > 1
             if not is_last or is_sum or not rounded.isdisjoint(operands):
                 kept[id(eqn)] = eqn
 
@@ -104,28 +106,30 @@ def scalings(jaxpr: Jaxpr, moving: Collection[Var], rounded: set[Var]) -> list[S
     return [one for one in found if one is not None]
 
 
-def _scaled(eqn: Eqn, moving: Collection[Var], source: Mapping[Var, Var]) -> Var | None:
+def _scaled(
+    eqn: Eqn, dependent: Collection[Var], source: Mapping[Var, Var]
+) -> Var | None:
     """The cotangent that an equation's result is scaled from, element by element."""
     name, operands = eqn.primitive.name, eqn.invars
     if name == "select_n":
         # Not from zeros, which may stand in for elements that are no numbers.
         operands = operands[1:]
-        if not is_literal(eqn.invars[0]) and eqn.invars[0] in moving:
+        if not is_literal(eqn.invars[0]) and eqn.invars[0] in dependent:
             return None
     elif name == "mul":
-        operands = [v for v in operands if not is_literal(v) and v in moving]
+        operands = [v for v in operands if not is_literal(v) and v in dependent]
         if len(operands) != 1:
             return None
     elif name == "div":
         divisor = operands[1]
-        if not is_literal(divisor) and divisor in moving:
+        if not is_literal(divisor) and divisor in dependent:
             return None
         operands = operands[:1]
     elif name not in _LINEAR_SUMS:
         return None
     sources: set[Atom] = set()
     for v in operands:
-        if is_literal(v) or v not in moving:
+        if is_literal(v) or v not in dependent:
             return None
         sources.add(source.get(v, v))
     if len(sources) != 1:

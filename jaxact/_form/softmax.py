@@ -49,7 +49,7 @@ from jaxact._jaxpr.types import (
     Tangent,
     Var,
 )
-from jaxact._plan.again import again
+from jaxact._plan.decoded_again import decoded_again
 from jaxact._plan.fusion import narrowed
 
 softmax_p = jex.Primitive("jaxact_softmax")
@@ -230,7 +230,7 @@ def _differentiate(
     with traced_at(softmax.eqns[-1]):
         for eqn in softmax.moves:
             (t,) = bind(eqn, [t])
-        summed = y if narrow is None else again(y, narrow)
+        summed = y if narrow is None else decoded_again(y, narrow)
         slope = slope_p.bind(y, summed, t, axes=softmax.axes, is_plain=is_plain)
         return [y], [slope]
 

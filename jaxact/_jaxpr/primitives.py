@@ -10,7 +10,9 @@ RESHAPES = frozenset(
 # Identities that only label their operand: `checkpoint_name`.
 LABELS = frozenset(["name"])
 # Change neither.
-COPIES = LABELS | frozenset("copy copy_p stop_gradient pvary jaxact_again".split())
+COPIES = LABELS | frozenset(
+    "copy copy_p stop_gradient pvary jaxact_decoded_again".split()
+)
 # Say on which devices an array is; the values are the same. To evaluate one again may
 # send the array again, so it is no copy: its result is stored, as JAX does.
 PLACEMENTS = frozenset("sharding_constraint reshard mesh_cast device_put".split())

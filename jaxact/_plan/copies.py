@@ -29,7 +29,7 @@ from jaxact._codec import Codec
 from jaxact._jaxpr.primitives import MATMULS
 from jaxact._jaxpr.read import is_elementwise, variables_in
 from jaxact._jaxpr.types import Dtype, Env, Jaxpr, Var
-from jaxact._plan.again import again_p
+from jaxact._plan.decoded_again import decoded_again_p
 
 _Order: TypeAlias = tuple[int, ...]
 # Results that have no order of their own: they are computed where they are read.
@@ -90,7 +90,7 @@ def _narrow(jaxpr: Jaxpr) -> dict[Var, Dtype]:
     return {
         eqn.invars[0]: eqn.params["narrow"]
         for eqn in jaxpr.eqns
-        if eqn.primitive is again_p and eqn.params["narrow"] in _NARROW
+        if eqn.primitive is decoded_again_p and eqn.params["narrow"] in _NARROW
     }
 
 

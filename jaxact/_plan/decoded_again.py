@@ -17,20 +17,20 @@ from jax.interpreters import ad, batching, mlir
 
 from jaxact._jaxpr.types import Dtype
 
-again_p = jex.Primitive("jaxact_again")
+decoded_again_p = jex.Primitive("jaxact_decoded_again")
 
 
-def again(x: jax.Array, narrow: Dtype) -> jax.Array:
+def decoded_again(x: jax.Array, narrow: Dtype) -> jax.Array:
     """`x`; another variable, with the same elements.
 
     Args:
       narrow: the dtype that the copies have which are read, and are in memory.
     """
-    return again_p.bind(x, narrow=narrow)
+    return decoded_again_p.bind(x, narrow=narrow)
 
 
-again_p.def_impl(lambda x, **_: x)
-again_p.def_abstract_eval(lambda x, **_: x)
-ad.deflinear2(again_p, lambda ct, x, **_: [ct])
-batching.defvectorized(again_p)
-mlir.register_lowering(again_p, lambda ctx, x, **_: [x])
+decoded_again_p.def_impl(lambda x, **_: x)
+decoded_again_p.def_abstract_eval(lambda x, **_: x)
+ad.deflinear2(decoded_again_p, lambda ct, x, **_: [ct])
+batching.defvectorized(decoded_again_p)
+mlir.register_lowering(decoded_again_p, lambda ctx, x, **_: [x])
