@@ -14,6 +14,7 @@ class Reason(enum.Enum):
     DEFAULT = "policy default"
     BITS = "policy bits"
     MASK = "one bit is exact"
+    INTEGERS = "a few bits are exact"
     NOT_FLOAT = "stays exact"
     SMALL = "small"
     STATISTIC = "a statistic"

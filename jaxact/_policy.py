@@ -10,7 +10,16 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxact import _codec
-from jaxact._codec import Action, Bias, Bitmask, Exact, Offload, Quantize, Recompute
+from jaxact._codec import (
+    Action,
+    Bias,
+    Bitfield,
+    Bitmask,
+    Exact,
+    Offload,
+    Quantize,
+    Recompute,
+)
 from jaxact._codec.checks import checked_bits, checked_dtype, checked_int
 from jaxact._decision import Decision, Reason
 from jaxact._recompute import Recomputation, checked, recomputation_of
@@ -249,39 +258,50 @@ class Policy(Saved):
         """
         for index, rule in enumerate(self.rules):
             if rule.matches(residual):
-                action = _for_mask(rule.action, residual, statistic)
+                action = _for_residual(rule.action, residual, statistic)
                 return _apply(action, residual, Reason.RULE, index)
         small = residual.size < SMALL_SIZE or residual.size <= small_size
         is_float = jnp.issubdtype(residual.dtype, jnp.floating)
         spared = is_float and (statistic or small)
-        is_mask = residual.dtype == jnp.bool_
+        few_bits = _few_bits(residual)
         is_lossless = self.default is not None and self.default.is_lossless
-        if self.default is not None and (is_lossless or not (spared or is_mask)):
+        if self.default is not None and (is_lossless or not (spared or few_bits)):
             return _apply(self.default, residual, Reason.DEFAULT)
-        if is_mask and not small:
-            decision = _apply(Bitmask(), residual, Reason.MASK)
+        if few_bits is not None and not small:
+            is_mask = residual.dtype == jnp.bool_
+            reason = Reason.MASK if is_mask else Reason.INTEGERS
+            decision = _apply(few_bits, residual, reason)
             if isinstance(self.default, Offload):
                 moved = Offload(decision.codec)
                 return dataclasses.replace(decision, action=moved)
             return decision
-        if not (is_float or is_mask):
+        if not (is_float or few_bits):
             return Decision(residual, Exact(), Reason.NOT_FLOAT)
-        if spared or is_mask:
+        if spared or few_bits:
             reason = Reason.SMALL if small else Reason.STATISTIC
             return Decision(residual, Exact(), reason)
         return _apply(self._action_for(residual), residual, Reason.BITS)
 
 
-def _for_mask(action: Action, residual: Residual, statistic: bool) -> Action:
-    """A rule's action; but one bit for a mask, as without a rule, if it is for others.
+def _few_bits(residual: Residual) -> Bitmask | Bitfield | None:
+    """The lossless codec for booleans, and for integers that the program bounds."""
+    if residual.dtype == jnp.bool_:
+        return Bitmask()
+    return None if residual.width is None else Bitfield(residual.width)
 
-    A codec of floats declines one, and what others are computed from is not recomputed.
+
+def _for_residual(action: Action, residual: Residual, statistic: bool) -> Action:
+    """A rule's action; but few bits, as without a rule, if it is for others.
+
+    A codec of floats declines masks and integers, and what others are computed from is
+    not recomputed.
     """
+    few_bits = _few_bits(residual)
     is_again = statistic and isinstance(action, Recompute)
     is_declined = action.declines(residual.shape, residual.dtype) is not None
-    if residual.dtype != jnp.bool_ or not (is_again or is_declined):
+    if few_bits is None or not (is_again or is_declined):
         return action
-    return Offload(Bitmask()) if isinstance(action, Offload) else Bitmask()
+    return Offload(few_bits) if isinstance(action, Offload) else few_bits
 
 
 def _apply(

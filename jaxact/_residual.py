@@ -53,6 +53,7 @@ class Residual:
         as BatchNorm's.
       is_carry: whether it is the carry that enters each step of a scan, stacked. Its
         path ends with 'carry', as in the scan's body.
+      width: the bits that hold each element, for integers that the program bounds.
       is_recomputed_from: whether the backward pass computes something nonlinear from
         it, inside a `jax.checkpoint` or a custom rule. Its rounding biases the
         gradient; unless a rule or a policy's default decides, it takes 8 bits.
@@ -70,6 +71,7 @@ class Residual:
     label: str = ""
     call: str = ""
     is_normalized: bool = False
+    width: int | None = None
     is_recomputed_from: bool = False
     is_carry: bool = False
 

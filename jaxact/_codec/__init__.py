@@ -2,6 +2,7 @@
 
 from jaxact._codec.affine import Quantize as Quantize
 from jaxact._codec.base import Action as Action, Bias as Bias, Codec as Codec
+from jaxact._codec.bitfield import Bitfield as Bitfield
 from jaxact._codec.cast import Cast as Cast
 from jaxact._codec.dithered import Dithered as Dithered
 from jaxact._codec.dual import DualPrecision as DualPrecision

@@ -10,10 +10,11 @@ affine in a single one is a base itself.
 """
 
 import dataclasses
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Mapping
 
 from jaxact._form.masks import Masks
 from jaxact._form.pole_arguments import pole_in
+from jaxact._form.small_integers import integer_widths
 from jaxact._form.softmax import softmaxes
 from jaxact._form.statistics import find_statistics
 from jaxact._jaxpr.flow import Facts, fact_of
@@ -68,6 +69,7 @@ class Classes:
       exponentials: in the program.
       inverses: whose divisor, or another argument with a pole, is spared.
       random: values that no floating input is behind.
+      widths: the bits for an element, of integers that a bit field holds.
     """
 
     statistics: Collection[Var] = ()
@@ -84,6 +86,7 @@ class Classes:
     exponentials: set[Var] = dataclasses.field(default_factory=set)
     inverses: set[Var] = dataclasses.field(default_factory=set)
     random: set[Var] = dataclasses.field(default_factory=set)
+    widths: Mapping[Var, int] = dataclasses.field(default_factory=dict)
 
     def is_exact(self, v: Atom) -> bool:
         return is_literal(v) or v not in self.base
@@ -125,6 +128,7 @@ def classify(
     classes = Classes(
         find_statistics(jaxpr, facts),
         softmaxes={s.output: s.exponential for s in softmaxes(jaxpr)},
+        widths=integer_widths(jaxpr, small_size),
     )
     comparisons = _comparisons(jaxpr)
     for v in (*jaxpr.constvars, *jaxpr.invars):
@@ -287,7 +291,8 @@ def _settle(eqn: Eqn, v: Var, classes: Classes, facts: Facts, small_size: int) -
     """Note an exact output's cost; False if it is better stored as a base."""
     keep = v.aval.size / 8  # a mask takes a bit for each element
     if v.aval.dtype != bool:
-        keep *= 8 * getattr(v.aval.dtype, "itemsize", 4)
+        itemsize = getattr(v.aval.dtype, "itemsize", 4)
+        keep *= classes.widths.get(v, 8 * itemsize)
     sources = set(variables_in(eqn.invars))
     exact = all(map(classes.is_exact, sources))
     # Not kept: a cast weight, a broadcast mean, an embedded row.

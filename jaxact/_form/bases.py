@@ -302,7 +302,9 @@ def _residual(reading: Reading, chooser: Chooser, v: Var) -> Residual:
     """`v`, with the names of values that are derived from it."""
     residual = reading.provenance.of(chooser.classes.softmaxes.get(v, v))
     # A softmax's exponential may have been moved.
-    residual = dataclasses.replace(residual, shape=tuple(v.aval.shape))
+    residual = dataclasses.replace(
+        residual, shape=tuple(v.aval.shape), width=chooser.classes.widths.get(v)
+    )
     names = [Name(residual.name, residual.label)] if residual.name else []
     for eqn in chooser.classes.names.get(v, []):
         name, label = reading.provenance.name_of(eqn)

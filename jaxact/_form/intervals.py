@@ -9,7 +9,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxact._form.maxima import is_at_most
 from jaxact._jaxpr.compat import custom_vjp_body, open_jaxpr, scan_counts
@@ -68,6 +70,7 @@ def find_intervals(
                 interval = _both(interval, (-math.inf, 0.0))
             if _is_share(eqn, operands, producers):
                 interval = _both(interval, (0.0, 1.0))
+            interval = _in_dtype(interval, eqn)
             if interval != REALS:
                 intervals.update(dict.fromkeys(parts, interval))
     return intervals
@@ -89,6 +92,9 @@ def _result(eqn: Eqn, operands: Sequence[Interval]) -> Interval:
         return _RANGES[name]
     if name in MOVES | SELECTIONS | _CHOSEN:
         return operands[0]
+    if name in ("argmax", "argmin"):
+        shape, axes = eqn.invars[0].aval.shape, eqn.params["axes"]
+        return 0, math.prod(shape[axis] for axis in axes) - 1
     if name in JOINS:
         return _hull(*operands)
     if name == "ne" and eqn.invars[0] is eqn.invars[1]:
@@ -122,6 +128,24 @@ def _from_inside(eqn: Eqn, intervals: Mapping[Var, Interval]) -> dict[Var, Inter
         own = [interval_of(v, inside) for v in program.outvars[first:]]
     pairs = zip(eqn.outvars[first:], own, strict=False)
     return {v: interval for v, interval in pairs if interval != REALS}
+
+
+def _in_dtype(interval: Interval, eqn: Eqn) -> Interval:
+    """What holds an equation's results, given what holds them as real numbers.
+
+    Integers that are divided or converted lose their fraction, those beyond the dtype's
+    range wrap around, and a gather may fill in its least or its largest number.
+    """
+    dtype, params = eqn.outvars[0].aval.dtype, eqn.params
+    if not jnp.issubdtype(dtype, jnp.integer):
+        return interval
+    if params.get("mode") is lax.GatherScatterMode.FILL_OR_DROP:
+        return REALS
+    limits = jnp.iinfo(dtype)
+    lo, hi = interval
+    if lo < limits.min or hi > limits.max:
+        return REALS
+    return math.floor(lo), math.ceil(hi)
 
 
 def _is_up_to_zero(eqn: Eqn, producers: Producers) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxact._codec import Bitmask, Exact
+from jaxact._codec import Bitfield, Bitmask, Exact
 from jaxact._decision import Decision, Reason
 from jaxact._jaxpr.evaluate import bind, value_of
 from jaxact._jaxpr.primitives import FUSED
@@ -309,6 +309,8 @@ class StoragePlan:
 
 def _bits(v: Var, decision: Decision) -> float:
     """Bits for an element."""
-    if type(decision.codec) is Bitmask:
+    if isinstance(decision.codec, Bitmask):
         return 1
+    if isinstance(decision.codec, Bitfield):
+        return decision.codec.width
     return decision.codec.bits or 8 * v.aval.dtype.itemsize

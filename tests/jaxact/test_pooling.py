@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 import jaxact
-from jaxact import Bitmask, Exact, Policy
+from jaxact import Policy
 from support.programs import assert_same_bits, gradient_error
 
 pytestmark = [
@@ -125,16 +125,17 @@ def test_nan_stays_in_its_windows(name):
 
 
 @each_pool
-def test_at_most_a_byte_for_a_window_is_stored(name):
-    x, ct = data(name)
+def test_the_bits_of_an_index_are_stored_for_a_window(name):
+    x, ct = (jnp.repeat(v, 64, -1) for v in data(name))
     rows = jaxact.residuals(compress(pool_of(name)), x).rows
     assert {row.shape for row in rows} == {ct.shape}
     assert {row.bias for row in rows} == {"exact"}
-    if np.prod(POOLS[name][1]) > 8:
-        assert [(row.dtype, row.action) for row in rows] == [(jnp.uint8, Exact())]
-    else:  # one bit for each place may be less than a byte
-        assert {row.action for row in rows} <= {Exact(), Bitmask()}
-        assert sum(8 if row.dtype == jnp.uint8 else 1 for row in rows) <= 8
+    bits = (int(np.prod(POOLS[name][1])) - 1).bit_length()
+    assert [(row.dtype.name, row.action.label) for row in rows] == [
+        ("uint8", f"{bits} bits")
+    ]
+    padded = -(-np.prod(ct.shape[1:]) // 32) * 32  # rows of whole words
+    assert rows[0].stored_bytes == ct.shape[0] * padded * bits // 8
 
 
 def test_a_window_of_more_than_256_is_left_to_jax():
