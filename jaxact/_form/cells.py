@@ -24,6 +24,7 @@ from jaxact._form.derivative import (
     is_product,
     place_of_derivative,
 )
+from jaxact._jaxpr.jvp_rules import scales_each_element
 from jaxact._jaxpr.primitives import STEPS
 from jaxact._jaxpr.read import (
     is_complex,
@@ -76,7 +77,8 @@ def with_cells(
     is_exact = classes.is_exact
     cells: list[tuple[int, Eqn]] = []
     grouped: set[int] = set()
-    for members in _clusters(jaxpr, depends):
+    joins = [_joins(eqn, depends) for eqn in jaxpr.eqns]
+    for members in _clusters(jaxpr, depends, joins):
         cluster = _cluster([jaxpr.eqns[k] for k in members], members, users, moving)
         # A norm's statistics, a cast weight: their derivatives are exact too.
         if all(map(is_exact, cluster.outs)):
@@ -173,9 +175,15 @@ def _has_mask(cluster: Cluster, classes: Classes, changed: set[Var]) -> bool:
     ) and all(classes.masks.masking(eqn) is None for eqn in cluster.eqns)
 
 
-def _clusters(jaxpr: Jaxpr, depends: Predicate) -> list[list[int]]:
-    """Connected elementwise equations with one level and shape, by number."""
-    level = _levels(jaxpr, depends)
+def _clusters(
+    jaxpr: Jaxpr, depends: Predicate, joins: Sequence[bool]
+) -> list[list[int]]:
+    """Connected elementwise equations with one level and shape, by number.
+
+    Args:
+      joins: for each equation whether it can be in a cluster.
+    """
+    level = _levels(jaxpr, depends, joins)
     made_by: dict[Var, int] = {}
     parent: dict[int, int] = {}
 
@@ -185,7 +193,7 @@ def _clusters(jaxpr: Jaxpr, depends: Predicate) -> list[list[int]]:
         return k
 
     for k, eqn in enumerate(jaxpr.eqns):
-        if not _joins(eqn, depends):
+        if not joins[k]:
             continue
         parent[k] = k
         out = eqn.outvars[0]
@@ -207,7 +215,9 @@ def _joins(eqn: Eqn, depends: Predicate) -> bool:
     None with a complex operand or result can: most of their derivatives, such as that
     of |z|, are no product of the tangent with one slope. Nor can fake quantization or a
     cast to float8: JAX rounds the tangent there too, which a slope of one would not
-    (a gradient 5 % off for `reduce_precision(x, 5, 2)`).
+    (a gradient 5 % off for `reduce_precision(x, 5, 2)`). Nor can a custom rule that
+    mixes a tangent's elements, whatever the function does: one that takes their mean
+    off.
     """
     return (
         is_elementwise(eqn)
@@ -215,16 +225,16 @@ def _joins(eqn: Eqn, depends: Predicate) -> bool:
         and eqn.outvars[0].aval.shape != ()
         and not any(map(is_complex, (*eqn.invars, *eqn.outvars)))
         and any(map(depends, variables_in(eqn.invars)))
+        and scales_each_element(eqn)
     )
 
 
-def _levels(jaxpr: Jaxpr, depends: Predicate) -> dict[Var, int]:
+def _levels(jaxpr: Jaxpr, depends: Predicate, joins: Sequence[bool]) -> dict[Var, int]:
     """Each variable's level; elementwise results as late as their users allow.
 
     Late: in silu(x) * (x @ w), the SiLU joins the product that reads it.
     """
     level: dict[Var, int] = {}
-    joins = [_joins(eqn, depends) for eqn in jaxpr.eqns]
     for eqn, is_member in zip(jaxpr.eqns, joins, strict=True):
         inputs = [v for v in variables_in(eqn.invars) if depends(v)]
         highest = max([level.get(v, 0) for v in inputs], default=0)

@@ -90,6 +90,8 @@ def _result(eqn: Eqn, operands: Sequence[Interval]) -> Interval:
     name = eqn.primitive.name
     if name in _RANGES:
         return _RANGES[name]
+    if name == "random_gamma" and not eqn.params["log_space"]:
+        return 0.0, math.inf
     if name in MOVES | SELECTIONS | _CHOSEN:
         return operands[0]
     if name in ("argmax", "argmin"):

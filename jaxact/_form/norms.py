@@ -108,8 +108,18 @@ class Norms:
                 continue
             (mean,) = means
             if (mean.axes, mean.is_gathered) == (found.axes, found.is_gathered):
-                return dataclasses.replace(found, mean=mean.variable, centered=centered)
+                is_less = self._is_difference(centered, x, mean)
+                own = centered if is_less else None
+                return dataclasses.replace(found, mean=mean.variable, centered=own)
         return self._scaled_by(x) or self.sums.normalizing(x)
+
+    def _is_difference(self, v: Var, x: Var, mean: _Statistic) -> bool:
+        """Whether `v` is x - mean: not x - 0.5 mean, nor with either in another dtype.
+
+        Any mean is good to store `x` by; to have `v` back it takes this one.
+        """
+        first, second = self.producers[v].invars
+        return first is x and self._statistic(second, x.aval.shape) == mean
 
     def _scaled_by(self, x: Var) -> Normalized | None:
         """A map without a mean, by a deviation or a divisor among the factors of `x`.

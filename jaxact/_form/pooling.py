@@ -55,7 +55,8 @@ def is_pool(eqn: Eqn, depends: Predicate) -> bool:
     params, x = eqn.params, eqn.invars[0]
     plain = all(d == 1 for d in (*params["base_dilation"], *params["window_dilation"]))
     small = np.prod(params["window_dimensions"]) <= MAX_WINDOW
-    return bool(plain and small and is_float(x) and depends(x))
+    has_elements = eqn.outvars[0].aval.size > 0
+    return bool(plain and small and has_elements and is_float(x) and depends(x))
 
 
 def pool_body(eqn: Eqn) -> Body | None:

@@ -46,7 +46,7 @@ def slopes_of(
     if name == "mul":
         return out, [jnp.asarray(inputs[1 - i], dtype) for i in moving]
     if name == "select_n":
-        branch = inputs[0].astype(jnp.int32)
+        branch = jnp.asarray(inputs[0], jnp.int32)
         return out, [Gated(branch == i - 1) for i in moving]
     if name in LINEAR:
         is_minus = {"sub": {1}, "neg": {0}}.get(name, set())

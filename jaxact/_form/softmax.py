@@ -26,7 +26,7 @@ from jaxact._form.returned import values_returned
 from jaxact._form.statistics import contracted_in
 from jaxact._jaxpr.evaluate import bind, traced_at, value_of
 from jaxact._jaxpr.links import Links
-from jaxact._jaxpr.primitives import CASTS, LABELS, VIEWS, WITH_POLES
+from jaxact._jaxpr.primitives import CASTS, COPIES, LABELS, RESHAPES, WITH_POLES
 from jaxact._jaxpr.read import (
     is_literal,
     keeps_elements,
@@ -51,6 +51,9 @@ from jaxact._jaxpr.types import (
 )
 from jaxact._plan.decoded_again import decoded_again
 from jaxact._plan.fusion import narrowed
+
+# Of one operand, to one result, with a derivative that does the same.
+_MOVES = RESHAPES | {"slice"} | COPIES - LABELS - {"stop_gradient"}
 
 softmax_p = jex.Primitive("jaxact_softmax")
 softmax_p.multiple_results = True
@@ -94,7 +97,7 @@ def softmaxes(jaxpr: Jaxpr) -> Iterator[Softmax]:
             continue
         inside = {v for e in found.eqns[:-1] for v in e.outvars}
         own = set(map(id, found.eqns))
-        is_apart = all(id(e) in own for v in inside for e in readers[v])
+        is_apart = all(id(e) in own for v in inside for e in readers.get(v, ()))
         if is_apart and inside.isdisjoint(outputs):
             yield found
 
@@ -104,7 +107,7 @@ def _softmax(quotient: Eqn, producers: Producers) -> Softmax | None:
     numerator, divisor = quotient.invars
     back = list(_makers(divisor, producers, CASTS | {"reshape", "broadcast_in_dim"}))
     sums = _maker(back[-1].invars[0], producers, "reduce_sum") if back else None
-    moves = list(_makers(numerator, producers, VIEWS - CASTS - LABELS))[::-1]
+    moves = list(_makers(numerator, producers, _MOVES))[::-1]
     moved = moves[0].invars[0] if moves else numerator
     exponential = _maker(moved, producers, "exp")
     if sums is None or exponential is None:

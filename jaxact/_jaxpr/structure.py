@@ -7,7 +7,6 @@ name scopes among it, but not source lines.
 """
 
 import dataclasses
-import functools
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, TypeAlias
@@ -16,11 +15,9 @@ import jax
 import numpy as np
 
 from jaxact._jaxpr.compat import CALL_MARK, PROGRAMS, custom_vjp_body, open_jaxpr
-from jaxact._jaxpr.evaluate import bind
+from jaxact._jaxpr.jvp_rules import has_rule, rules_of
 from jaxact._jaxpr.read import (
-    is_float,
     is_literal,
-    is_split_explicitly,
     literal_key,
 )
 from jaxact._jaxpr.types import Atom, ClosedJaxpr, Eqn, Jaxpr, Var
@@ -104,7 +101,7 @@ def _parts(jaxpr: Jaxpr, rules: bool) -> Iterator[Hashable]:
     yield defined(jaxpr.invars)
     with_rules: list[Eqn] = []
     for eqn in jaxpr.eqns:
-        if rules and _has_rule(eqn):
+        if rules and has_rule(eqn):
             with_rules.append(eqn)
         scope = str(eqn.source_info.name_stack)
         # The context has settings that count when an equation is lowered: meshes, how
@@ -122,26 +119,15 @@ def _params(eqn: Eqn, rules: bool) -> Hashable:
     if body is not None:
         if not rules or is_compressed_call(body):
             return structure(body, rules)  # the call's rule follows from its mark
-    elif _has_rule(eqn):
+    elif has_rule(eqn):
         return structure(eqn.params["call_jaxpr"], rules)
     return tuple((name, _key(x, rules)) for name, x in sorted(eqn.params.items()))
-
-
-def _has_rule(eqn: Eqn) -> bool:
-    """Whether it is a custom_jvp for `_rules`.
-
-    In a shard_map it has axes that exist nowhere else.
-    """
-    if eqn.primitive.name != "custom_jvp_call" or custom_vjp_body(eqn) is not None:
-        return False
-    with eqn.ctx.manager:
-        return not jax.sharding.get_abstract_mesh().manual_axes
 
 
 def _rule_parts(eqns: Sequence[Eqn]) -> Iterator[Hashable]:
     """Keys of custom_jvps' rules: their traces, or where one has none, itself."""
     try:
-        traced = _rules(eqns)
+        traced = rules_of(eqns)
     # JAX asks for a rule where it differentiates alone, and some raise an error of any
     # type: xlogy's for an integer x.
     except Exception:
@@ -152,42 +138,6 @@ def _rule_parts(eqns: Sequence[Eqn]) -> Iterator[Hashable]:
             yield tuple(_key(x, rules=False) for x in eqns[0].params.values())
     else:
         yield structure(traced, rules=False)
-
-
-def _rules(eqns: Sequence[Eqn]) -> ClosedJaxpr:
-    """Values and tangents of custom_jvps: JAX has another function at each call.
-
-    Their derivatives are those of the linear parts alone, so that rules inside count
-    no more. One trace for all: to start one takes longer than a rule like relu's.
-    """
-
-    def evaluate(inputs: Sequence[tuple[Sequence[Any], Sequence[Any]]]) -> list[Any]:
-        return [
-            jax.jvp(functools.partial(_evaluate, eqn), primals, tangents)
-            for eqn, (primals, tangents) in zip(eqns, inputs, strict=True)
-        ]
-
-    return jax.make_jaxpr(evaluate)(list(map(_inputs_with_tangents, eqns)))
-
-
-def _evaluate(eqn: Eqn, *values: Any) -> list[Any]:
-    return bind(eqn, list(values))
-
-
-def _inputs_with_tangents(eqn: Eqn) -> tuple[list[Any], list[Any]]:
-    """An equation's inputs and their tangents, as types."""
-    primals = [
-        # A rule may ask for operands that are split alike, over a mesh's Explicit axes.
-        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=v.aval.sharding)
-        if is_split_explicitly(v)
-        else jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)
-        for v in eqn.invars
-    ]
-    tangents = [
-        x if is_float(v) else jax.ShapeDtypeStruct(x.shape, jax.dtypes.float0)
-        for x, v in zip(primals, eqn.invars, strict=True)
-    ]
-    return primals, tangents
 
 
 def is_compressed_call(body: ClosedJaxpr) -> bool:

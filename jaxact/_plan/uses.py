@@ -69,6 +69,15 @@ _ORDERS = frozenset(
     "sort top_k approx_top_k argmax argmin select_and_scatter_add "
     "select_and_gather_add".split()
 )
+# Nonlinear in cotangents too, where a custom rule clips or ranks gradients.
+_NONLINEAR_IN_ALL = (
+    ELEMENTWISE
+    | EXTREMES
+    | RUNNING_EXTREMES
+    | frozenset(
+        "sort top_k reduce_prod cumprod reduce_window_max reduce_window_min".split()
+    )
+)
 # Between an extreme and its operand: where that is, as its derivative asks.
 _EQUALITIES = frozenset(["eq", "ne"])
 # Tell infinity or NaN from a number, which rounding does not change.
@@ -244,15 +253,14 @@ def _elementary(eqn: Eqn, operands: Sequence[Value], uses: Uses) -> Value:
         uses.nonlinear |= operands[0].bits
         return operands[1] | operands[0].after_nonlinear()
     # Not understood, such as a kernel: linear in cotangents by contract, and in nothing
-    # else. An elementwise function, though, bends a cotangent with its noise too (a
-    # custom rule that clips gradients).
-    everything = name in ELEMENTWISE
-    residuals = [o for o in operands if everything or not o.has_cotangent]
-    known = _union(residuals)
+    # else.
+    everything = name in _NONLINEAR_IN_ALL
+    residuals = _union([o for o in operands if not o.has_cotangent])
+    known = _union(operands) if everything else residuals
     if name in SOLVERS or name in FACTORIZATIONS:
         uses.solved |= known.bits
     if name in _ORDERS:
-        uses.ordered |= known.bits
+        uses.ordered |= residuals.bits
     if name in _EQUALITIES:
         first, second = operands
         uses.ordered |= first.extreme & second.bits | second.extreme & first.bits

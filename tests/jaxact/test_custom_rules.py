@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxact
 from jaxact import Exact, Policy, Rule
-from support.programs import assert_same_bits
+from support.programs import assert_same_bits, gradient_error
 
 pytestmark = pytest.mark.unoptimized
 
@@ -246,3 +246,44 @@ def test_a_number_that_a_rule_keeps():
     exact = jax.grad(loss)(X)
     found = jax.grad(jaxact.compress(loss, policy=Policy(bits=8)))(X)
     assert jnp.linalg.norm(found - exact) < 0.02 * jnp.linalg.norm(exact)
+
+
+def rounded_to_float8(t):
+    return t.astype(jnp.float8_e4m3fn).astype(t.dtype)
+
+
+MIXING = {
+    "centered": lambda t: t - t.mean(-1, keepdims=True),
+    "rolled": lambda t: jnp.roll(t, 1, -1),
+    "multiplied": lambda t: t @ W,
+    "running sums": lambda t: jnp.cumsum(t, -1),
+    "rounded": rounded_to_float8,
+}
+
+
+@pytest.mark.parametrize("mix", MIXING.values(), ids=MIXING)
+def test_a_rule_that_mixes_tangents(mix):
+    """The function is elementwise, its derivative is not: errors of 3 gradients."""
+
+    @jax.custom_jvp
+    def f(x):
+        return 1 * x
+
+    f.defjvp(lambda primals, tangents: (1 * primals[0], mix(tangents[0])))
+    g = lambda x: f(jnp.tanh(x)) ** 2
+    exact = gradient_error(g, X, policy=Policy(default=Exact()))
+    assert exact < 1e-5
+    assert gradient_error(g, X, policy=Policy(8)) < 0.02
+
+
+def test_a_rule_with_slopes_joins_its_neighbours():
+    """One local derivative, as without a rule."""
+
+    @jax.custom_jvp
+    def f(x):
+        return jnp.abs(x)
+
+    f.defjvp(lambda p, t: (f(p[0]), t[0] * jnp.tanh(p[0] * p[0].mean())))
+    g = lambda x: jnp.sin(f(jnp.sin(x)))
+    assert len(jaxact.residuals(g, X, policy=Policy(8)).rows) == 1
+    assert gradient_error(g, X, policy=Policy(8)) < 0.02

@@ -5,7 +5,9 @@ The oracle is JAX's own gradient: at 8 bits one draw must lie near it.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax import lax
 
 from jaxact import Policy
 from support.programs import gradient_error
@@ -139,3 +141,21 @@ def test_a_number_that_a_mask_spreads(function):
     scale = jnp.float32(-0.7)
     error = gradient_error(f, scale, X, policy=Policy(bits=8), argnums=(0, 1))
     assert error < 0.05
+
+
+FLAGS = {
+    "python": True,
+    "false": False,
+    "numpy": np.bool_(True),
+    "array": jnp.asarray(True),
+    "all": jnp.ones((TOKENS, WIDTH), bool),
+}
+
+
+@pytest.mark.parametrize("flag", FLAGS.values(), ids=FLAGS)
+def test_a_flag_that_selects(flag):
+    """A number in the program has no `astype`."""
+    f = lambda x: jnp.where(flag, jnp.sin(x), jnp.exp(x)) ** 2
+    assert gradient_error(f, X, policy=Policy(bits=8)) < 0.02
+    one = lambda x: lax.select(flag, jnp.sin(x), jnp.exp(x)) ** 2
+    assert gradient_error(one, X, policy=Policy(bits=8)) < 0.02

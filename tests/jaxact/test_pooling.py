@@ -212,3 +212,13 @@ def test_inside_a_scan_and_a_checkpoint():
     assert_same_bits(gradient(compress(stacked(f)))(x, cts), want)
     inside = stacked(jax.checkpoint(compress(f)))
     assert_same_bits(gradient(inside)(x, cts), want)
+
+
+@pytest.mark.parametrize("window", [(1, 4), (1, 9)])
+def test_no_window_fits(window):
+    def f(x):
+        return lax.reduce_window(x, -jnp.inf, lax.max, window, (1, 2), "VALID")
+
+    x = jnp.ones((64, 3))
+    gradient = jax.grad(lambda x: compress(f)(x).sum())(x)
+    assert_same_bits(gradient, jnp.zeros_like(x))

@@ -36,3 +36,24 @@ def test_a_logarithm_times_random_numbers(times):
         return times(key, jnp.log(jax.nn.softmax(scores) + 1e-9))
 
     assert gradient_error(f, SCORES, KEYS[1], policy=Policy(bits=8)) < 0.02
+
+
+def gamma(x):
+    return jax.random.gamma(KEYS[1], jax.nn.softplus(x) + 1)
+
+
+WITH_GAMMA = {
+    "student t": lambda x: jax.random.t(KEYS[1], jax.nn.softplus(x) + 2),
+    "inverse": lambda x: 1 / gamma(x),
+    "logarithm": lambda x: jnp.log(gamma(x)),
+    "ratio": lambda x: (jax.nn.softplus(x) + 1) / gamma(x),
+}
+
+
+@pytest.mark.parametrize("f", WITH_GAMMA.values(), ids=WITH_GAMMA)
+def test_a_pole_in_a_gamma_sample(f):
+    """Rounded, samples near 0 made errors of 0.13 to 13 gradients.
+
+    The sample is exact. Its slope, which falls to 0 with it, is rounded in groups.
+    """
+    assert gradient_error(f, SCORES / 4, policy=Policy(bits=8)) < 0.08

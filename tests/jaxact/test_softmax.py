@@ -13,7 +13,7 @@ from jaxact._form.softmax import softmax_p, softmaxes, with_softmaxes
 from jaxact._jaxpr.compat import open_jaxpr
 from jaxact._jaxpr.links import Links
 from support.gpu_target import needs_target
-from support.programs import relative_error
+from support.programs import gradient_error, relative_error
 from support.variants import mostly_thorough
 
 pytestmark = pytest.mark.unoptimized
@@ -184,3 +184,31 @@ def test_both_decoded_copies_of_narrowed_weights_are_equal():
     # The root loses a few of float32's 2^-24, first is at least 0.01.
     np.testing.assert_allclose(pull(t), expected, rtol=1e-4, atol=1e-6)
     assert 0.01 < relative_error(y, jax.nn.softmax(x)) < 0.3
+
+
+INDEX = jnp.arange(4)[3]
+PARTS = {
+    "split": lambda x: jnp.split(jnp.exp(x), [1], -1)[1],
+    "unstacked": lambda x: jnp.unstack(jnp.exp(x.reshape(2, 8, 64)))[1],
+    "sliced": lambda x: lax.dynamic_slice_in_dim(jnp.exp(x), 3, 32, -1),
+    "sliced anywhere": lambda x: lax.dynamic_slice_in_dim(jnp.exp(x), INDEX, 32, -1),
+}
+
+
+@pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)
+def test_a_part_of_exponentials_over_its_sums(part):
+    """All of these raised an error."""
+
+    def f(x):
+        a = part(x)
+        return jnp.sin(a / a.sum(-1, keepdims=True))
+
+    assert gradient_error(f, X, policy=jaxact.Policy(8)) < 0.02
+
+
+def test_stopped_exponentials_over_their_sums():
+    def f(x):
+        a = lax.stop_gradient(jnp.exp(x))
+        return x * (a / a.sum(-1, keepdims=True))
+
+    assert gradient_error(f, X, policy=jaxact.Policy(8)) < 0.02

@@ -145,3 +145,34 @@ def test_forward_program_is_the_forward_program():
     np.testing.assert_array_equal(vjp([X])[0], expected[0])
     jaxpr, _ = open_jaxpr(jax.make_jaxpr(lambda x: jnp.sin(x) * 2)(X))
     assert "cotangent" not in str(forward.jaxpr) and jaxpr.eqns
+
+
+@pytest.mark.parametrize(
+    "bend",
+    [
+        lambda g: g - g.max(-1, keepdims=True),
+        lambda g: jnp.sort(g, -1),
+        lambda g: lax.cummax(g, 1),
+        lambda g: lax.top_k(g, 2)[0] @ W[:2],
+        lambda g: g * lax.reduce_prod(g, axes=(1,))[:, None],
+    ],
+    ids=["maximum", "sort", "running maximum", "top k", "product"],
+)
+def test_a_rule_that_ranks_cotangents_is_nonlinear(bend):
+    """The mean of a maximum is not the maximum of the means."""
+
+    @jax.custom_vjp
+    def ranked(x):
+        return 1 * x
+
+    ranked.defvjp(lambda x: (1 * x, None), lambda _, g: (bend(g),))
+    assert uses(lambda x: jnp.sin(ranked(jnp.sin(x))), X)[1]
+
+
+def test_a_rule_that_adds_cotangents_is_linear():
+    @jax.custom_vjp
+    def added(x):
+        return 1 * x
+
+    added.defvjp(lambda x: (1 * x, None), lambda _, g: (g - g.mean(-1)[:, None],))
+    assert not any(uses(lambda x: jnp.sin(added(jnp.sin(x))), X))
