@@ -17,7 +17,7 @@ from jax import lax
 from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
 
-from jaxact._jaxpr.evaluate import bind
+from jaxact._jaxpr.evaluate import bind, traced_at
 from jaxact._jaxpr.read import is_float
 from jaxact._jaxpr.rewrite import Body, new_equation, with_outputs
 from jaxact._jaxpr.types import (
@@ -75,7 +75,8 @@ def _differentiate(
     if isinstance(t, ad.Zero):
         return [out], [ad.Zero(eqn.outvars[0].aval.to_tangent_aval())]
     windows = _windows(eqn.params, x.shape)
-    index = windows.index_of(out, x, _WORST[eqn.primitive.name])
+    with traced_at(eqn):
+        index = windows.index_of(out, x, _WORST[eqn.primitive.name])
     return [out], [pick_p.bind(index, t, windows=windows)]
 
 

@@ -222,3 +222,14 @@ def test_no_window_fits(window):
     x = jnp.ones((64, 3))
     gradient = jax.grad(lambda x: compress(f)(x).sum())(x)
     assert_same_bits(gradient, jnp.zeros_like(x))
+
+
+def test_a_residual_is_named_after_its_pool():
+    def f(x):
+        with jax.named_scope("block/pool"):
+            return jnp.sin(pool_of("2 x 2")(x))
+
+    x = jnp.repeat(data("2 x 2")[0], 64, -1)
+    rows = jaxact.residuals(compress(f), x).rows
+    keys = {row.key for row in rows if row.dtype == jnp.uint8}
+    assert keys == {"block/pool/reduce_window_max.derivative"}
