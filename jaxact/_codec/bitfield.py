@@ -46,9 +46,6 @@ class Bitfield(Codec[jax.Array]):
     def encode(self, x: jax.Array, seed: jax.Array) -> jax.Array:
         return index.encode(x, bits=self.width)
 
-    def encode_fused(self, x: jax.Array, seed: jax.Array) -> jax.Array:
-        return index.encode(x, bits=self.width, is_fused=True)
-
     def decode(
         self, stored: jax.Array, shape: tuple[int, ...], dtype: DTypeLike
     ) -> jax.Array:
