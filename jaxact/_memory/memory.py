@@ -78,9 +78,11 @@ def memory(
     """Compile `step` for these arguments and report the memory it takes.
 
     Nothing runs. With a `target` no such device is needed: XLA's GPU compiler compiles
-    for 't4', 'l4', 'a10g', 'rtx4090', 'a100', 'h100', 'h200' and 'b200', however they
-    are spelled, on any Linux machine ('v100' only where the installed assembler knows
-    it). The numbers are for one device, also where the program is sharded over several.
+    for 't4' (15 GiB), 'l4' and 'a10g' (22), 'rtx4090' (23), 'a100' and 'h100' (79),
+    'h200' (141) and 'b200' (178) on any Linux machine; capitals, blanks and hyphens do
+    not matter. For a board with another size give that to `plan` or `max_batch` as
+    `budget`. The numbers are for one device, also where the program is sharded over
+    several.
 
     Not included: workspaces that cuDNN and cuBLAS allocate when they run, the XLA
     runtime's own memory, and kernel choices that autotuning on a device would make.
@@ -94,8 +96,7 @@ def memory(
       **kwargs: its keyword arguments.
 
     Raises:
-      ValueError: an unknown target, or one that the installed compiler does not serve;
-        a target, and an argument that is sharded over
+      ValueError: an unknown target; a target, and an argument that is sharded over
         several devices; no target, and a local backend that reports no memory.
       ImportError: the packages that compile for a target are missing.
       NotImplementedError: a target, and a step that asks for cuDNN while it is traced.

@@ -13,12 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 # Lanes of a multiprocessor that add, compare, shift or convert integers each clock: the
-# same from 7.0 to 10.0 (CUDA C++ Programming Guide, throughput of instructions).
+# same from 7.5 to 10.0 (CUDA C++ Programming Guide, throughput of instructions).
 _INTEGER_LANES = 64
 # The capability with which tensor cores take bfloat16 and float32, the latter rounded
 # to TF32 at half the rate; before, such products run where all other arithmetic does.
 _TENSOR_FLOATS = (8, 0)
-_TENSOR_INT8 = (7, 5)
 _TENSOR_FLOAT8 = (8, 9)
 
 
@@ -84,7 +83,7 @@ class Gpu:
             "bfloat16": half if has_floats else alu,
             "float32": half / 2 if has_floats else alu,
             "float64": self.double_flops,
-            "int8": 2 * half if capability >= _TENSOR_INT8 else alu,
+            "int8": 2 * half,
             "float8": 2 * half if capability >= _TENSOR_FLOAT8 else half,
         }
 
@@ -120,21 +119,6 @@ device_description_str: "{self.name}"
 
 
 TARGETS = {
-    "v100": Gpu(
-        name="Tesla V100-SXM2-16GB",
-        cores=80,
-        fpus_per_core=64,
-        capability="major: 7 feature_extension: NONE",
-        clock_ghz=1.53,
-        memory_bytes=16_935_682_048,
-        bytes_per_second=898_048_000_000,
-        l2_bytes=6 * 2**20,
-        shared_bytes_per_core=96 * 2**10,
-        shared_bytes_per_block=96 * 2**10,
-        host_bytes_per_second=16_000_000_000,
-        half_flops=125e12,
-        double_flops=7.8e12,
-    ),
     "t4": Gpu(
         name="Tesla T4",
         cores=40,

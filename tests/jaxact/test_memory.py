@@ -82,11 +82,7 @@ def test_it_prints_in_mebibytes():
     )
 
 
-# CUDA 13's assembler has no code for compute capability 7.0.
-SERVED = [name for name in TARGETS if name != "v100"]
-
-
-@pytest.mark.parametrize("target", SERVED)
+@pytest.mark.parametrize("target", TARGETS)
 @needs_target
 def test_targets_compile_after_the_local_backend_was_used(target):
     assert jax.jit(jnp.sin)(0.0) == 0
@@ -105,7 +101,7 @@ def test_targets_compile_after_the_local_backend_was_used(target):
 
 
 @needs_target
-@pytest.mark.parametrize("target", sorted(TARGETS.keys() - {"v100", "t4"}))
+@pytest.mark.parametrize("target", sorted(TARGETS.keys() - {"t4"}))
 def test_pallas_kernels_compile_for_a_target(target):
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
@@ -138,7 +134,7 @@ def test_targets_however_they_are_spelled(spelled, name):
 def test_compute_capabilities():
     """The oracle: NVIDIA's table, developer.nvidia.com/cuda-gpus."""
     assert {name: gpu.compute_capability for name, gpu in TARGETS.items()} == {
-        **{"v100": "7.0", "t4": "7.5", "a100": "8.0", "a10g": "8.6", "l4": "8.9"},
+        **{"t4": "7.5", "a100": "8.0", "a10g": "8.6", "l4": "8.9"},
         **{"rtx4090": "8.9", "h100": "9.0", "h200": "9.0", "b200": "10.0"},
     }
 
@@ -146,7 +142,6 @@ def test_compute_capabilities():
 # Data sheets, TFLOP/s in dense float16 products and of all lanes in float32, and GB/s
 # to the host in both directions.
 SHEETS = {
-    "v100": (125, 15.7, 32),
     "t4": (65, 8.1, 32),
     "a10g": (70, 35, 64),
     "l4": (121, 30.3, 64),
@@ -166,15 +161,9 @@ def test_peak_rates_of_targets(name):
     assert gpu.host_bytes_per_second == link / 2 * 1e9
     # Data sheets round to three digits and know other clocks; 1 % covers both.
     assert gpu.alu_flops == pytest.approx(single * 1e12, rel=0.01)
-    is_old = name in ("v100", "t4")
+    is_old = name == "t4"
     assert gpu.peak_flops["bfloat16"] == (gpu.alu_flops if is_old else half * 1e12)
     assert gpu.peak_flops["float32"] == (gpu.alu_flops if is_old else half / 2 * 1e12)
-
-
-@needs_target
-def test_a_target_that_the_installed_assembler_does_not_know():
-    with pytest.raises(ValueError, match="compute capability 7.0.*'t4'"):
-        memory(jnp.tanh, shape(8, 8), target="v100")
 
 
 @needs_target
@@ -230,7 +219,9 @@ def test_missing_compiler_names_the_command(monkeypatch):
     assert f"jax-cuda13-pjrt=={jax.__version__}" in text
 
 
-@pytest.mark.parametrize("found", ["libdevice not found", "no suitable ptxas"])
+@pytest.mark.parametrize(
+    "found", ["libdevice not found", "no suitable ptxas", "ptxas too old"]
+)
 def test_missing_assembler_names_the_command(found):
     with pytest.raises(ImportError, match="nvidia-cuda-nvcc"):
         with compiling.complete_toolchain("h100"):
@@ -259,7 +250,7 @@ def test_only_arrays_are_replaced():
 
 
 @needs_target
-@pytest.mark.parametrize("target", sorted(TARGETS.keys() - {"v100"}))
+@pytest.mark.parametrize("target", sorted(TARGETS))
 def test_compressed_steps_compile_for_a_target(target):
     """With kernels, or without: Triton has none for a T4."""
     small = compress(lambda x, w: jax.nn.gelu(x @ w), activations="x")
