@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import reprlib
 import types
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -9,6 +10,7 @@ from typing import Any, get_origin, overload
 
 import jax
 
+from jaxact._codec import Action
 from jaxact._engine.call import call_compressed, seed_from
 from jaxact._engine.number import scope_in_trace
 from jaxact._modules import find
@@ -74,8 +76,9 @@ def compress(
     in place (a dict of parameters, `self`). Modules are traced at each such call.
 
     Use as `@compress`, `@compress(policy=...)` or `compress(target, ...)`, on the unit
-    that a network repeats: a transformer layer, a residual block. For modules of other
-    libraries decorate `__call__`, as a function: `@compress(activations='x')`.
+    that a network repeats: a transformer layer, a residual block. For modules of
+    Equinox decorate `__call__`, as a function: `@compress(activations='x')`; Haiku:
+    compress the transformed `apply`.
 
     Args:
       target: a Flax Linen module class (gives a class with the same name and
@@ -171,14 +174,11 @@ class _Options:
                 )
             return adapter.compress(target, self.policy, self.static_argnums)
         if isinstance(target, type):
-            raise TypeError(
-                f"compress({target.__name__}): a class that is no Flax module: "
-                "decorate its `__call__`, by @jaxact.compress(activations='x')."
-            )
+            raise TypeError(_wrong_class(target))
         if not callable(target):
             raise TypeError(
                 f"compress of a value of type {type(target).__name__}: a Flax module "
-                "class, an NNX module or a function is required."
+                f"class, an NNX module or a function is required.{_as_option(target)}"
             )
         return self._compress_function(target)
 
@@ -231,8 +231,33 @@ def _class_name(f: Callable[..., Any], args: Sequence[object]) -> str:
     return names[0] if is_method else ""
 
 
+def _wrong_class(target: type) -> str:
+    name = target.__name__
+    if any(cls.__module__.partition(".")[0] == "haiku" for cls in target.__mro__):
+        return (
+            f"compress({name}): a Haiku module. Compress its transformed function: "
+            "compress(hk.transform(f).apply, activations=...); see the guide to other "
+            "libraries."
+        )
+    return (
+        f"compress({name}): a class that is no Flax module: decorate its `__call__`, "
+        "by @jaxact.compress(activations='x'). An instance works too: "
+        "compress(module)(x)."
+    )
+
+
+def _as_option(target: object) -> str:
+    """How to write a value by keyword that was given as the target; '' for others."""
+    if isinstance(target, str):
+        return f" Options are given by keyword: @compress(activations={target!r})."
+    if isinstance(target, Policy | Action | int) and not isinstance(target, bool):
+        return " Options are given by keyword: @compress(policy=Policy(bits=2))."
+    return ""
+
+
 def _wrong_arguments(others: Sequence[object], unknown: dict[str, object]) -> str:
-    given = ", ".join([*map(repr, others), *(f"{k}={v!r}" for k, v in unknown.items())])
+    named = (f"{k}={reprlib.repr(v)}" for k, v in unknown.items())
+    given = ", ".join([*map(reprlib.repr, others), *named])
     return (
         f"compress(target, {given}): the options are policy, activations and "
         "static_argnums, by keyword. Write compress(target, policy=Policy(bits=2))."
@@ -250,8 +275,10 @@ def _refuse_maker(target: object) -> None:
     if made is target or not isinstance(made, type) or not find.for_target(made):
         return
     name = made.__name__
+    is_partial = isinstance(target, functools.partial)
+    given = f"functools.partial({name}, ...)" if is_partial else f"{name}[...]"
     raise TypeError(
-        f"compress({target!r}): it makes modules of the class {name}; its calls are "
+        f"compress({given}): it makes modules of the class {name}; its calls are "
         f"not theirs. Compress the class, and use it in its place: compress({name}), "
         f"or functools.partial(compress({name}), ...)."
     )

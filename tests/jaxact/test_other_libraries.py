@@ -106,8 +106,36 @@ def test_equinox_tables():
 
 def test_an_equinox_class_is_refused_with_the_line_to_write():
     _, block = equinox_blocks()
-    with pytest.raises(TypeError, match="decorate its `__call__`, by @jaxact"):
+    with pytest.raises(TypeError, match="decorate its `__call__`, by @jaxact.*An inst"):
         jaxact.compress(block)
+
+
+def loss_of_mlp(model, x):
+    layer = jaxact.compress(lambda m, x: jax.vmap(m)(x), activations="x")
+    return (layer(model, x) ** 2).mean()
+
+
+def test_memory_takes_equinox_gradients():
+    """They have no hash, which `jax.jit` reads."""
+    eqx = pytest.importorskip("equinox")
+    layer = eqx.nn.Linear(WIDTH, WIDTH, key=KEY)
+    step = eqx.filter_grad(loss_of_mlp)
+    found = jaxact.memory(step, layer, X)
+    assert found == jaxact.memory(jax.jit(lambda m, x: step(m, x)), layer, X)
+
+
+def test_reports_on_an_equinox_module_that_holds_functions():
+    """As the guide to other libraries says."""
+    eqx = pytest.importorskip("equinox")
+    model = eqx.nn.MLP(WIDTH, WIDTH, WIDTH, 2, activation=jax.nn.gelu, key=KEY)
+    arrays, static = eqx.partition(model, eqx.is_array)
+    combined = lambda arrays: eqx.combine(arrays, static)
+    step = jax.jit(lambda m, x: eqx.filter_grad(loss_of_mlp)(combined(m), x))
+    found = jaxact.memory(step, arrays, X)
+    # Weights and biases; gradients are as large.
+    assert found.argument_bytes == 3 * 4 * (WIDTH**2 + WIDTH) + X.nbytes
+    assert 0 <= found.output_bytes - 3 * 4 * (WIDTH**2 + WIDTH) <= 6 * 8  # pointers
+    assert jaxact.compare({"4 bits": step}, arrays, X)["4 bits"].memory == found
 
 
 def haiku_block():
@@ -119,6 +147,12 @@ def haiku_block():
             return x + hk.Linear(WIDTH, name="down")(h)
 
     return hk, Block
+
+
+def test_a_haiku_class_is_refused_with_the_line_to_write():
+    _, block = haiku_block()
+    with pytest.raises(TypeError, match=r"compress\(hk.transform\(f\).apply"):
+        jaxact.compress(block)
 
 
 def test_haiku_around_apply():
@@ -141,7 +175,9 @@ def test_haiku_by_block():
     def compressed(x, name):
         inner = hk.without_apply_rng(hk.transform(lambda x: block(name="block")(x)))
         params = hk.lift(inner.init, name=name)(hk.maybe_next_rng_key(), x)
-        return jaxact.compress(inner.apply, policy=policy, activations=1)(params, x)
+        with jax.named_scope(name):
+            small = jaxact.compress(inner.apply, policy=policy, activations=1)
+            return small(params, x)
 
     def forward(x):
         for i in range(2):
@@ -154,6 +190,8 @@ def test_haiku_by_block():
     table = jaxact.residuals(lambda p: net.apply(p, KEY, X), params)
     stored = [row for row in table.rows if not row.is_outside]
     assert len(stored) == 6 and len({row.key for row in stored}) == 6
+    parts = [row.key.partition("/")[0] for row in stored]
+    assert parts == ["layer0"] * 3 + ["layer1"] * 3
     assert all(
         jnp.isfinite(g).all() for g in leaves(jax.grad(net.apply)(params, KEY, X))
     )
