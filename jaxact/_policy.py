@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import fnmatch
 import inspect
+import reprlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -160,16 +161,15 @@ class Policy(Saved):
     that would round them.
 
     Attributes:
-      bits: for the default codec, `Quantize(bits)`. Below 4, exponentials (softmax)
-        get one more; values that a checkpoint or a custom rule computes others from
-        (`Residual.is_recomputed_from`) get 8.
+      bits: for `Quantize(bits)`, where there is no `default`; not read otherwise. Below
+        4, exponentials (softmax) get one more; values that a checkpoint or a custom
+        rule computes others from (`Residual.is_recomputed_from`) get 8.
       rules: each a `Rule`; the first that matches decides.
       recompute: a `jax.checkpoint` policy. The values that it saves are stored, through
         a codec; the others are recomputed in the backward pass. For some calls, by
-        path: a `Checkpoint`, or several, of which the first that matches a call is for
-        it. None: jaxact chooses
-        few values from which the gradient is unbiased (`jaxact._form`); with
-        default=Exact(), it stores every residual that `jax.vjp` has.
+        path: a `Checkpoint`, or several; the first that matches a call is for it. None:
+        jaxact chooses few values from which the gradient is unbiased, or unbiased to
+        first order; with default=Exact(), it stores every residual that `jax.vjp` has.
       default: the action where no rule matches, for every residual that it can store.
 
     Raises:
@@ -337,8 +337,8 @@ def checked_policy(argument: str, policy: object) -> Policy:
         kind = type(policy).__name__
         raise TypeError(f"{argument}<{kind}>): {required} Write {written}.")
     raise TypeError(
-        f"{argument}{policy!r}): {required} For bits write Policy(bits=2), for a "
-        "jax.checkpoint policy Policy(recompute=...)."
+        f"{argument}{reprlib.repr(policy)}): {required} For bits write Policy(bits=2), "
+        "for a jax.checkpoint policy Policy(recompute=...)."
     )
 
 

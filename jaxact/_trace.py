@@ -9,6 +9,7 @@ import collections
 import dataclasses
 import inspect
 import re
+import reprlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias, TypeGuard
 
@@ -78,11 +79,11 @@ def as_tuple(option: str, names: Names) -> tuple[str | int, ...]:
     """
     several = (names,) if isinstance(names, str | int) else names
     if not isinstance(several, Iterable) or not all(
-        isinstance(name, str | int) for name in several
+        isinstance(name, str | int) and not isinstance(name, bool) for name in several
     ):
         raise TypeError(
-            f"compress({option}={names!r}): a name or position of an argument, or "
-            f"several, is required, such as {option}='x'."
+            f"compress({option}={reprlib.repr(names)}): a name or position of an "
+            f"argument, or several, is required, such as {option}='x'."
         )
     return tuple(several)
 

@@ -22,7 +22,7 @@ from jaxact._measure.instrument import Instrument, evaluate_instrumented
 from jaxact._measure.progress import progress
 from jaxact._modules.pure import first_of, pure_call
 from jaxact._plan.forward import active_of, with_active
-from jaxact._policy import Policy
+from jaxact._policy import Policy, checked_policy
 from jaxact._trace import is_array
 
 
@@ -108,7 +108,8 @@ def sensitivity(
     )
     key = jax.random.key(0) if key is None else checked_key("sensitivity: key=", key)
     if policy is not None:
-        loss_fn = compress(loss_fn, policy=policy)
+        checked = checked_policy("jaxact.sensitivity(policy=", policy)
+        loss_fn = compress(loss_fn, policy=checked)
     call = pure_call(loss_fn, args, kwargs)
     flat, values, rebuild = call.trace()
     _require_arrays(values)

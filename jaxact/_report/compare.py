@@ -217,8 +217,8 @@ def compare(
     is_mapping = isinstance(steps, Mapping) and all(isinstance(n, str) for n in steps)
     if not is_mapping or not all(map(callable, steps.values())):
         raise TypeError(
-            f"jaxact.compare({steps!r}): a mapping from names to steps is required: "
-            "{'uncompressed': step, 'jaxact': small_step}."
+            f"jaxact.compare({_types_of(steps)}): a mapping from names to steps is "
+            "required: {'uncompressed': step, 'jaxact': small_step}."
         )
     if not steps:
         raise TypeError("jaxact.compare({}): at least one step is required.")
@@ -227,6 +227,14 @@ def compare(
     for message in found.warnings():
         warnings.warn(f"jaxact: {message}", CompressionWarning, stacklevel=2)
     return found
+
+
+def _types_of(steps: object) -> str:
+    """Steps as messages name them: by type, as arrays would fill pages."""
+    if not isinstance(steps, Mapping):
+        return type(steps).__name__
+    named = (f"{name!r}: {type(step).__name__}" for name, step in steps.items())
+    return f"{{{', '.join(named)}}}"
 
 
 def _row(

@@ -11,7 +11,7 @@ from jaxact._compress import compress
 from jaxact._jaxpr.rewrite import without_unused
 from jaxact._modules.pure import first_of, pure_call
 from jaxact._plan.forward import trace_forward
-from jaxact._policy import Policy
+from jaxact._policy import Policy, checked_policy
 from jaxact._report.step import step_residuals
 from jaxact._report.table import ResidualTable
 from jaxact._report.tabulate import checkpointed_rows, tabulate
@@ -58,7 +58,7 @@ def residuals(
       (65536, 4352)
     """
     if policy is not None:
-        fn = compress(fn, policy=policy)
+        fn = compress(fn, policy=checked_policy("jaxact.residuals(policy=", policy))
     call = pure_call(_without_aux(fn) if has_aux else fn, args, kwargs)
     flat, values, _ = call.trace()
     if argnums == ():
