@@ -27,6 +27,7 @@ FLOORS = [
     "_typing",
     "_compress",
     "_tabular",
+    "_pyplot",
     "_bits",
     "_measure",
     "_memory",

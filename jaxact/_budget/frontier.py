@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import jax
 
 from jaxact._codec import Exact
+from jaxact._memory.size import Limited
 from jaxact._policy import Policy
 from jaxact._recompute import Checkpoint
 from jaxact._saved import Saved
@@ -59,7 +60,7 @@ class Frontier(Tabular):
     """
 
     points: tuple[FrontierPoint, ...] = ()
-    of: str = "temp"
+    of: Limited = "temp"
 
     def __iter__(self) -> Iterator[FrontierPoint]:
         return iter(self.points)

@@ -12,8 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from jaxact._budget.size import parsed
-from jaxact._codec.checks import checked_int
+from jaxact._budget.batch_checks import (
+    check,
+    checked_count,
+    checked_known,
+    limit_of,
+    require_use,
+    step_for,
+)
 from jaxact._engine.warnings import CompressionWarning
 from jaxact._measure.progress import progress
 from jaxact._memory import memory
@@ -166,7 +172,8 @@ def max_batch(
     Raises:
       TypeError: `step_of_batch` is no function, or returns neither a step nor its
         arguments; `policies` is no mapping to policies.
-      ValueError: a wrong size or degree; no budget and no target; as `memory`.
+      ValueError: a wrong size or degree; no budget and no target; a step that does not
+        depend on the batch; as `memory`.
 
     Example:
       >>> import functools, jax, jax.numpy as jnp, jaxact
@@ -183,15 +190,15 @@ def max_batch(
       True
     """
     policies = {"the step": None} if policies is None else policies
-    _check(step_of_batch, policies)
-    multiple_of = _checked_count("multiple_of", multiple_of)
-    degree = _checked_count("degree", degree)
-    known = _checked_known(known)
-    limit = _limit(target, budget, reserve)
+    check(step_of_batch, policies)
+    multiple_of = checked_count("multiple_of", multiple_of)
+    degree = checked_count("degree", degree)
+    known = checked_known(known)
+    limit = limit_of(target, budget, reserve)
     devices: list[str] = []
 
     def taken(batch: int, policy: Policy | None) -> int:
-        step, args = _step(step_of_batch, batch)
+        step, args = step_for(step_of_batch, batch)
         context = nullcontext() if policy is None else overriding(Override(policy))
         with context, warnings.catch_warnings():
             warnings.simplefilter("ignore", CompressionWarning)
@@ -205,34 +212,13 @@ def max_batch(
         search = _Search(limit, multiple_of, degree, earlier)
         while (batch := search.next()) is not None:
             search.sizes[batch] = taken(batch, policy)
+            if len(search.sizes) == 2 and not search.num_known:
+                require_use(step_of_batch, search.sizes)
         rows.append(search.row(name))
     if not devices:  # all is known, and nothing was compiled
         here = first_device(()).device_kind
         devices.append(here if target is None else gpu_of(target).name)
     return LargestBatches(tuple(rows), limit, multiple_of, devices[0])
-
-
-def _limit(
-    target: str | None, budget: str | int | None, reserve: str | int | float
-) -> int:
-    """The bytes that a step may take."""
-    if budget is None and target is None:
-        raise ValueError(
-            "jaxact.max_batch: the memory of the device is required: a target such as "
-            "target='h100', or budget='24GiB'."
-        )
-    whole = gpu_of(str(target)).memory_bytes if budget is None else budget
-    device_bytes = parsed(whole, "jaxact.max_batch(budget").of(0)
-    kept = 0
-    if reserve:
-        size = parsed(reserve, "jaxact.max_batch(reserve", "the budget")
-        kept = size.of(device_bytes)
-    if kept >= device_bytes:
-        raise ValueError(
-            f"jaxact.max_batch(budget={budget!r}, reserve={reserve!r}): a reserve "
-            "below the budget is required, such as reserve=0.05."
-        )
-    return device_bytes - kept
 
 
 @dataclasses.dataclass
@@ -334,61 +320,3 @@ def _apart(batches: list[int]) -> list[int]:
         if all(16 * abs(n - other) > n for other in chosen):
             chosen.append(n)
     return chosen if len(chosen) > 1 else batches
-
-
-def _step(
-    step_of_batch: Callable[[int], Any], batch: int
-) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    made = step_of_batch(batch)
-    is_pair = isinstance(made, tuple) and len(made) == 2
-    if not is_pair or not callable(made[0]) or not isinstance(made[1], tuple | list):
-        raise TypeError(
-            f"jaxact.max_batch: step_of_batch({batch}) returned a value of type "
-            f"{type(made).__name__}; (step, arguments) is required, such as "
-            "`return train_step, (state, jax.ShapeDtypeStruct((n, 512), jnp.int32))`."
-        )
-    return made[0], tuple(made[1])
-
-
-def _check(step_of_batch: object, policies: object) -> None:
-    if not callable(step_of_batch):
-        raise TypeError(
-            f"jaxact.max_batch({step_of_batch!r}): a function from a batch size to "
-            "(step, arguments) is required."
-        )
-    is_mapping = isinstance(policies, Mapping) and policies
-    if not is_mapping or not all(
-        isinstance(p, Policy | None)
-        for p in policies.values()  # type: ignore[attr-defined]
-    ):
-        raise TypeError(
-            f"jaxact.max_batch(policies={policies!r}): a mapping from names to "
-            "policies is required: {'2 bits': jaxact.Policy(bits=2), 'now': None}."
-        )
-
-
-def _checked_count(name: str, count: object) -> int:
-    return checked_int(
-        count,
-        range(1, 1 << 31),
-        f"jaxact.max_batch({name}={count!r}): an integer of at least 1 is required, "
-        f"such as {name}=2.",
-    )
-
-
-def _checked_known(known: object) -> Mapping[str, Mapping[int, int]]:
-    is_mapping = isinstance(known, Mapping | None)
-    several = dict(known or {}) if is_mapping else {}  # type: ignore[call-overload]
-    is_size = lambda x: isinstance(x, int | np.integer) and x is not True and x >= 0
-    if not is_mapping or not all(
-        isinstance(sizes, Mapping) and all(map(is_size, (*sizes, *sizes.values())))
-        for sizes in several.values()
-    ):
-        raise TypeError(
-            f"jaxact.max_batch(known={known!r}): for names of policies the bytes by "
-            "batch are required: {'2 bits': {8: 2**30}}."
-        )
-    return {
-        name: {int(n): int(size) for n, size in sizes.items()}
-        for name, sizes in several.items()
-    }

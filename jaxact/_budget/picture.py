@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+from jaxact._pyplot import pyplot
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes  # pyright: ignore[reportMissingImports]
 
@@ -14,13 +16,7 @@ def plot_frontier(plan: "Plan") -> "Axes":
     Raises:
       ImportError: matplotlib is missing.
     """
-    try:
-        from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise ImportError(
-            "Plan.plot needs matplotlib: pip install 'jaxact[plots]'."
-        ) from error
-    _, axis = pyplot.subplots(figsize=(6, 4), layout="constrained")
+    _, axis = pyplot("Plan.plot").subplots(figsize=(6, 4), layout="constrained")
     mebibytes = lambda number: number / 2**20
     points = sorted(plan.frontier, key=lambda point: point.bytes)
     predicted = [p for p in points if not p.is_compiled]

@@ -8,6 +8,7 @@ from jaxact._budget.picture import plot_frontier
 from jaxact._budget.problem import Solution
 from jaxact._codec import Action
 from jaxact._memory import Memory
+from jaxact._memory.size import Limited
 from jaxact._policy import Policy
 from jaxact._report.by_module import ModuleRow, ModuleTable, module_table
 from jaxact._saved import Saved
@@ -101,7 +102,7 @@ class Plan(Tabular):
     derived = ("bytes",)
     policy: Policy
     budget: int
-    of: str
+    of: Limited
     memory: Memory
     predicted: int
     time: float
@@ -173,7 +174,7 @@ class Plan(Tabular):
         return plot_frontier(self)
 
 
-def budgeted(memory: Memory, of: str) -> int:
+def budgeted(memory: Memory, of: Limited) -> int:
     """The bytes that a budget is for."""
     return memory.temp_bytes if of == "temp" else memory.peak_bytes
 

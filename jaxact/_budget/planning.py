@@ -2,8 +2,9 @@
 
 import functools
 import math
+import reprlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,11 +23,11 @@ from jaxact._budget.infeasible import message
 from jaxact._budget.plan import Plan, Trial, budgeted
 from jaxact._budget.read import Step, read_problem
 from jaxact._budget.search import Search
-from jaxact._budget.size import parsed
 from jaxact._budget.solve import COARSE, solve
 from jaxact._codec import Action, Offload
 from jaxact._codec.checks import checked_kind, checked_number
 from jaxact._memory import live, memory
+from jaxact._memory.size import Limited, checked_of, parsed
 from jaxact._memory.targets import gpu_of
 from jaxact._policy import Policy, checked_policy
 from jaxact._time.flops import flops_of
@@ -42,7 +43,7 @@ def plan(
     *args: Any,
     budget: str | int | float,
     target: str | None = None,
-    of: Literal["temp", "device"] = "temp",
+    of: Limited = "temp",
     policy: Policy | None = None,
     actions: Sequence[Action] | None = None,
     slowdown: float = math.inf,
@@ -209,17 +210,13 @@ def _usual(search: Search, read: Step, *, has_host: bool) -> list[FrontierPoint]
 
 
 def _check(
-    of: str,
+    of: Limited,
     slowdown: float,
     noise: float,
     policy: Policy | None,
     actions: Sequence[Action],
 ) -> None:
-    if of not in ("temp", "device"):
-        raise ValueError(
-            f"jaxact.plan(of={of!r}): 'temp' or 'device' is required: temporaries, or "
-            "all that the step takes of the device."
-        )
+    checked_of("jaxact.plan", of)
     for name, bound in (("slowdown", slowdown), ("noise", noise)):
         checked_number(
             bound,
@@ -237,8 +234,8 @@ def _check(
     several = tuple(actions) if isinstance(actions, Iterable) else ()
     if not several or not all(isinstance(a, Action) for a in several):
         raise TypeError(
-            f"jaxact.plan(actions={actions!r}): a sequence of actions is required, "
-            "such as [jaxact.Quantize(4), jaxact.Quantize(2)]."
+            f"jaxact.plan(actions={reprlib.repr(actions)}): a sequence of actions "
+            "is required, such as [jaxact.Quantize(4), jaxact.Quantize(2)]."
         )
 
 

@@ -19,6 +19,7 @@ from jaxact._budget.solve import GAP, solve
 from jaxact._engine.warnings import CompressionWarning
 from jaxact._measure.progress import progress
 from jaxact._memory import Memory
+from jaxact._memory.size import Limited
 from jaxact._policy import Policy, Rule
 from jaxact._recompute import Checkpoint
 from jaxact._using import Override, overriding
@@ -56,7 +57,7 @@ class Search:
     problem: Problem
     base: Policy
     compiled: Callable[[], Memory]
-    of: str
+    of: Limited
     slowdown: float
     noise: float
     known: tuple[Trial, ...] = ()

@@ -2,8 +2,9 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
+from jaxact._memory.size import Limited
 from jaxact._tabular import bytes_text
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def moments(live: "Live") -> list[Moment]:
 def chart(
     live: "Live",
     budget: int | None,
-    of: Literal["temp", "device"],
+    of: Limited,
     top: int | None,
     width: int,
     height: int,
@@ -75,7 +76,8 @@ def chart(
     lines.append(f"{'':>10} +{''.join(ground)}")
     keys = [f"{character} {name}" for name, character in _PARTS.items()]
     keys += ["^ backward begins"] if start is not None else []
-    keys += ["- budget"] if limit is not None else []
+    above = ", above arguments and results" if of == "temp" else ""
+    keys += [f"- budget{above}"] if limit is not None else []
     lines.append(f"{'':>12}{', '.join(keys)}")
     return "\n".join(lines)
 
@@ -89,7 +91,7 @@ def plot_parts(live: "Live", axis: "Axes", positions: Sequence[float]) -> None:
     axis.legend(loc="lower center", ncols=5, fontsize="x-small")
 
 
-def line_of(live: "Live", budget: int, of: Literal["temp", "device"]) -> int:
+def line_of(live: "Live", budget: int, of: Limited) -> int:
     """How high a budget is: one for temporaries stands on arguments and results."""
     return budget + (live.fixed_bytes if of == "temp" else 0)
 

@@ -5,15 +5,18 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jax.stages import Compiled, Traced
 
+from jaxact._codec.checks import checked_int
 from jaxact._memory import wire
 from jaxact._memory.buffers import Buffer, Heap, read_heap
 from jaxact._memory.chart import chart, line_of, plot_parts
 from jaxact._memory.compiling import trace_and_compile
 from jaxact._memory.memory import Memory, measure
+from jaxact._memory.size import Limited, checked_of, parsed
+from jaxact._pyplot import pyplot
 from jaxact._saved import Saved
 from jaxact._tabular import SMALL_SHARE, Column, Tabular, bytes_text
 
@@ -116,10 +119,10 @@ class Live(Tabular):
 
     def chart(
         self,
-        budget: int | None = None,
+        budget: str | int | None = None,
         *,
-        of: Literal["temp", "device"] = "temp",
-        top: int | None = None,
+        of: Limited = "temp",
+        top: str | int | None = None,
         width: int = 64,
         height: int = 12,
     ) -> str:
@@ -129,11 +132,15 @@ class Live(Tabular):
         A column shows the fullest moment in its share of the step.
 
         Args:
-          budget: bytes, drawn as a line, such as `Plan.budget`.
-          of: the memory that it limits, as `Plan.of`.
+          budget: bytes or '12GiB', drawn as a line, such as `Plan.budget`.
+          of: the memory that it limits, as `Plan.of`. A budget for temporaries is drawn
+            above arguments and results, which it does not limit.
           top: bytes that the chart is high, so that two compare; None: the most that it
             shows.
           width, height: in characters, without the labels.
+
+        Raises:
+          TypeError, ValueError: an argument is no size, memory or number.
 
         Example:
           >>> import jax, jax.numpy as jnp, jaxact
@@ -142,15 +149,22 @@ class Live(Tabular):
           >>> print(found.chart(height=3).splitlines()[0].split()[:2])
           ['12', 'MiB']
         """
-        return chart(self, budget, of, top, width, height)
+        return chart(
+            self,
+            _bytes(budget, "Live.chart(budget"),
+            checked_of("Live.chart", of),
+            _bytes(top, "Live.chart(top"),
+            _checked_length("width", width),
+            _checked_length("height", height),
+        )
 
     def plot(
         self,
         axis: "Axes | None" = None,
         label: str | None = None,
         *,
-        budget: int | None = None,
-        of: Literal["temp", "device"] = "temp",
+        budget: str | int | None = None,
+        of: Limited = "temp",
     ) -> "Axes":
         """The bytes in use over the step, the peak, and where backward begins.
 
@@ -162,15 +176,11 @@ class Live(Tabular):
 
         Raises:
           ImportError: matplotlib is missing.
+          TypeError, ValueError: `budget` is no size, or `of` no memory.
         """
-        try:
-            from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise ImportError(
-                "Live.plot needs matplotlib: pip install 'jaxact[plots]'."
-            ) from error
+        limit, of = _bytes(budget, "Live.plot(budget"), checked_of("Live.plot", of)
         if axis is None:
-            _, axis = pyplot.subplots(figsize=(8, 4), layout="constrained")
+            _, axis = pyplot("Live.plot").subplots(figsize=(8, 4), layout="constrained")
         positions = [i / max(1, len(self.curve) - 1) for i in range(len(self.curve))]
         heights = [size / 2**20 for size in self.curve]
         (line,) = axis.plot(positions, heights, label=label)
@@ -188,12 +198,25 @@ class Live(Tabular):
             )
         else:
             axis.fill_between(positions, heights, color=color, alpha=0.15)
-        if budget is not None:
-            level = line_of(self, budget, of) / 2**20
+        if limit is not None:
+            level = line_of(self, limit, of) / 2**20
             axis.axhline(level, color="tab:red", linestyle="--", label="budget")
         axis.set(xlim=(0, 1), ylim=(0, None), ylabel="bytes in use, MiB")
         axis.set_xlabel("arrays in the order they are computed; dotted: backward")
         return axis
+
+
+def _bytes(size: str | int | None, argument: str) -> int | None:
+    return None if size is None else parsed(size, argument).of(0)
+
+
+def _checked_length(name: str, value: object) -> int:
+    return checked_int(
+        value,
+        range(1, 1 << 16),
+        f"Live.chart({name}={value!r}): a number of characters is required, such as "
+        f"{name}=12.",
+    )
 
 
 def live(

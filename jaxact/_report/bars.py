@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from jaxact._pyplot import pyplot
 from jaxact._report.by_module import ModuleTable, folded
 from jaxact._tabular import bytes_text
 
@@ -15,17 +16,11 @@ def plot_modules(table: ModuleTable) -> "Axes":
     Raises:
       ImportError: matplotlib is missing.
     """
-    try:
-        from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise ImportError(
-            "ResidualTable.plot needs matplotlib: pip install 'jaxact[plots]'."
-        ) from error
     large, small = folded(table)
     rows = sorted(large, key=lambda row: (row.stored_bytes, row.exact_bytes))[::-1]
     rows += small
     size = (8, 1.2 + 0.3 * len(rows))
-    _, axis = pyplot.subplots(figsize=size, layout="constrained")
+    _, axis = pyplot("ResidualTable.plot").subplots(figsize=size, layout="constrained")
     exact = [row.exact_bytes / 2**20 for row in rows]
     stored = [row.stored_bytes / 2**20 for row in rows]
     positions = range(len(rows))

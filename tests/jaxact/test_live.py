@@ -112,6 +112,33 @@ def test_the_parts_of_the_curve(target):
     assert found.fixed_bytes == 24 * SQUARE + one
 
 
+def test_the_budget_of_a_chart_says_above_what_it_stands():
+    found = jaxact.live(lambda x: (x @ x) @ x, jnp.ones((64, 64)))
+    temporary, device = (found.chart("4KiB", of=of) for of in ("temp", "device"))
+    assert temporary.endswith("- budget, above arguments and results")
+    assert device.endswith("- budget")
+    assert found.chart(2**12) == temporary
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"budget": "much"}, r"Live.chart\(budget='much'\): bytes are required"),
+    ({"budget": 0.5}, "bytes are required"),
+    ({"top": "high"}, r"Live.chart\(top='high'\)"),
+    ({"of": "x"}, r"Live.chart\(of='x'\): 'temp' or 'device' is required"),
+    ({"height": 0}, "such as height=12"),
+    ({"width": 0}, "such as width=12"),
+    ({"width": 1.5}, "such as width=12"),
+])  # fmt: skip
+def test_wrong_arguments_of_a_chart(options, message):
+    found = jaxact.live(lambda x: (x @ x) @ x, jnp.ones((64, 64)))
+    with pytest.raises(ValueError, match=message):
+        found.chart(**options)
+    wrong = {k: v for k, v in options.items() if k in ("budget", "of")}
+    if wrong:
+        with pytest.raises(ValueError, match="Live.plot"):
+            found.plot(**wrong)
+
+
 def test_the_chart_is_the_curve():
     step, *shapes = clipped(24)
     found = jaxact.live(step, *shapes)

@@ -160,7 +160,12 @@ def test_compiled_steps():
         (
             {"budget": 100, "step_of_batch": lambda n: step_of_batch(n)[0]},
             TypeError,
-            r"\(step, arguments\) is required",
+            r"of type .*; \(step, tuple of its arguments\) is required",
+        ),
+        (
+            {"budget": 100, "step_of_batch": lambda n: (jnp.sin, 1, 2.5)},
+            TypeError,
+            r"\(.*, int, float\); \(step, tuple of its arguments\) is required",
         ),
     ],
 )
@@ -183,3 +188,23 @@ def test_nothing_is_compiled_where_all_is_known(target):
     kind = jax.devices()[0].device_kind if target is None else "NVIDIA H100 80GB HBM3"
     assert (found.rows[0].batch, found.device) == (4, kind)
     assert json.loads(json.dumps(found.to_dict()))
+
+
+def unused_batch(n):
+    small = jaxact.compress(lambda w, x: jnp.tanh(x @ w), activations="x")
+    return jax.grad(lambda w, x: small(w, x).sum()), (of((64, 64)), of((8, 64)))
+
+
+@pytest.mark.parametrize(("budget", "batches"), [("1GiB", (4, 16)), (64, (4, 1))])
+def test_a_step_that_does_not_use_the_batch(budget, batches):
+    first, second = (rf"step_of_batch\({n}\)" for n in batches)
+    with pytest.raises(ValueError, match=f"{first} and {second} take the same bytes"):
+        jaxact.max_batch(unused_batch, budget=budget)
+
+
+def test_a_batch_that_takes_no_memory_yet_is_used():
+    """Both of the first are within a product's fixed part."""
+    step = lambda n: lambda w: (w @ w).sum() + jnp.arange(n, dtype=w.dtype).sum()
+    made = lambda n: (step(n), (of((64, 64)),))
+    found = jaxact.max_batch(made, budget="1MiB").rows[0]
+    assert found.batch > 16

@@ -23,8 +23,8 @@ from jaxact._budget.frontier import Frontier, FrontierPoint
 from jaxact._budget.plan import planned_rows
 from jaxact._budget.read import Step, read_problem
 from jaxact._budget.search import policy_of
-from jaxact._budget.size import parsed
 from jaxact._budget.solve import solve
+from jaxact._memory.size import parsed
 from jaxact._memory.targets import gpu_of
 from jaxact._residual import Residual
 from support.gpu_target import needs_target

@@ -2,9 +2,12 @@
 
 import dataclasses
 import re
+from typing import Literal, TypeAlias, cast
 
 import numpy as np
 
+# The memory that a budget limits: temporaries, or arguments and results too.
+Limited: TypeAlias = Literal["temp", "device"]
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _TEXT = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?)\s*(?:([kmgt])(i?)b|b)\s*", re.IGNORECASE)
@@ -58,3 +61,20 @@ def parsed(budget: str | int | float, argument: str, whole: str = "") -> Size:
     if budget < 1:
         raise ValueError(wrong)
     return Size(budget)
+
+
+def checked_of(call: str, of: object) -> Limited:
+    """The memory that a budget limits.
+
+    Args:
+      call: the function that it was given to, for errors.
+
+    Raises:
+      ValueError: neither 'temp' nor 'device'.
+    """
+    if of not in ("temp", "device"):
+        raise ValueError(
+            f"{call}(of={of!r}): 'temp' or 'device' is required: temporaries, or "
+            "all that the step takes of the device."
+        )
+    return cast(Limited, of)
