@@ -1,6 +1,7 @@
 """Rounding's noise beside that between batches."""
 
 import dataclasses
+import inspect
 import warnings
 from collections.abc import Callable, Iterable
 
@@ -102,6 +103,7 @@ def noise_share(
             "of (batch, rounding key) that gives gradients, and several batches are "
             "required: noise_share(gradient, [first, second])."
         )
+    _require_two_arguments(gradient)
     key = jax.random.key(0) if key is None else checked_key(f"{call}: key=", key)
     within, between = 0.0, _Spread()
     for number, batch in enumerate(batches):
@@ -131,6 +133,20 @@ def noise_share(
             stacklevel=2,
         )
     return found
+
+
+def _require_two_arguments(gradient: Callable[..., PyTree]) -> None:
+    try:
+        signature = inspect.signature(gradient)
+    except (TypeError, ValueError):  # builtins have no signature
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError:
+        raise TypeError(
+            "jaxact.noise_share: gradient is called with (batch, rounding key): write "
+            "lambda batch, key: jax.grad(loss)(params, batch, rounding_key=key)."
+        ) from None
 
 
 class _Spread:

@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+import shutil
+import textwrap
 from collections.abc import Callable, Sequence
 
 import jax
@@ -157,7 +159,20 @@ class NoiseReport:
         return dataclasses.replace(measured, rows=tuple(rows))
 
     def __str__(self) -> str:
-        return str(self.sensitivity())
+        if not self.residuals:
+            return (
+                "nothing is stored rounded: compress the layers, see jaxact.residuals"
+            )
+        table = self.sensitivity()
+        if not table.unmeasured:
+            return str(table)
+        known = dataclasses.replace(table, unmeasured=())
+        unknown = (
+            "not measured (differentiate the parameters too: argnums=(0, 1)): "
+            + ", ".join(table.unmeasured)
+        )
+        width = shutil.get_terminal_size().columns
+        return "\n".join([str(known), *textwrap.wrap(unknown, width)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,7 +202,8 @@ class Telemetry:
             raise TypeError(
                 f"jaxact.telemetry: the first argument is {type(probe).__name__}, and "
                 "a probe is required: write measured = telemetry(loss), probe = "
-                "measured.probe(*args), then jax.grad(measured)(probe, *args)."
+                "measured.probe(params, batch), then jax.grad(measured, argnums=(0, 1))"
+                "(probe, params, batch)."
             )
         call = pure_call(self.fn, args, kwargs)
         flat, values, rebuild = call.trace()
@@ -211,8 +227,9 @@ def _require_same(probe: Sequence[Rounded], call: Sequence[Rounded]) -> None:
                 f"jaxact.telemetry: the probe has {_text(mine)} for {key}, and this "
                 f"call {_text(yours)}. A probe is required that was made for arguments "
                 "of the same shapes, under the same policy: write probe = "
-                "measured.probe(*args) beside jax.grad(measured)(probe, *args), inside "
-                "the same jaxact.using and the same jax.jit."
+                "measured.probe(params, batch) beside jax.grad(measured, argnums=(0, "
+                "1))(probe, params, batch), inside the same jaxact.using and the same "
+                "jax.jit."
             )
 
 

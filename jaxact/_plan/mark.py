@@ -11,7 +11,7 @@ in another way, for measuring. Marks compile to nothing.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 from jax.extend import core as jex
@@ -93,15 +93,16 @@ def _differentiate_mark(
 
 def _refuse(
     primals: Sequence[Array], tangents: Sequence[Tangent], *, decision: Decision
-) -> Any:
+) -> NoReturn:
     raise TypeError(
         "jaxact: second-order differentiation of a compressed function. Its "
         f"residual {decision.residual} is stored by {decision.action}, whose "
         "rounding has no derivative. Use the uncompressed function for the inner "
         "derivative, or compress with Policy(default=Exact()). Where the outer one is "
         "to stop there, as in first-order MAML, apply jax.lax.stop_gradient to the "
-        "inner gradient's arguments, not to the gradient. Reports, such as "
-        "jaxact.residuals, take the loss itself, not its gradient."
+        "inner gradient's arguments, not to the gradient. jaxact.residuals, "
+        "sensitivity and telemetry take the loss, not its gradient; "
+        "residuals(step, ..., argnums=()) reads a whole step."
     )
 
 

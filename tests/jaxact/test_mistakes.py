@@ -111,7 +111,7 @@ MISTAKES = {
     "Offload(4)": (lambda: Offload(4), "Exact() or Quantize(4)"),
     "residuals(grad)": (
         lambda: jaxact.residuals(jax.grad(loss), W),
-        "take the loss itself, not its gradient",
+        "take the loss, not its gradient",
     ),
     "residuals(class)": (
         lambda: jaxact.residuals(Plain, X),

@@ -33,6 +33,11 @@ def test_variances_that_are_known(deviation, draws):
     )
 
 
+def test_a_gradient_without_a_key_is_told_of_it():
+    with pytest.raises(TypeError, match=r"with \(batch, rounding key\): write lambda"):
+        jaxact.noise_share(lambda batch: batch, BATCHES)
+
+
 def test_a_compressed_loss():
     """Against NumPy, also for leaves that are complex and that have no tangents."""
     layer = jaxact.compress(lambda w, x: jnp.tanh(x @ w), policy=jaxact.Policy(2))

@@ -243,6 +243,12 @@ def test_what_cannot_be_followed_is_said():
     assert {row.key for row in table.rows} | set(table.unmeasured) == set(noise.values)
     assert table.unmeasured
     assert "not measured" in str(table)
+    assert "not measured (differentiate the parameters too" in str(noise)
+
+
+def test_nothing_rounded_is_said():
+    measured = jaxact.telemetry(lambda w, x: layer(w, x).sum())
+    assert "nothing is stored rounded" in str(measured.probe(W[0], X))
 
 
 def test_following_a_measurement():
