@@ -136,6 +136,17 @@ class Rule(Saved):
                 f"Rule(where={self.where!r}): a function of a Residual is required."
             )
 
+    @property
+    def conditions(self) -> str:
+        """As tables show them: 'rule name=mlp_*'."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        given = [
+            f"{name}={getattr(value, '__name__', value)}"
+            for name, value in values.items()
+            if name != "action" and value is not None
+        ]
+        return f"rule {', '.join(given)}" if given else "a rule for all"
+
     def matches(self, residual: Residual) -> bool:
         """Whether `residual` meets every condition."""
         r = residual

@@ -35,7 +35,7 @@ from jaxact._codec import (
     Quantize,
     Recompute,
 )
-from jaxact._codec.checks import checked_int, checked_number
+from jaxact._codec.checks import checked_bits, checked_int, checked_number
 from jaxact._policy import Policy, Rule
 from jaxact._residual import Residual
 from jaxact._saved import Saved
@@ -293,7 +293,8 @@ def _action(name: str, word: str | Action, bits: int) -> Action:
     if verb in plain and not colon:
         return plain[verb]
     if verb == "compress" and (width.isdecimal() or not colon):
-        return Quantize(int(width) if width else bits)
+        given = int(width) if width else bits
+        return Quantize(checked_bits(f"policies.by_name: {name!r}: Quantize", given))
     raise ValueError(
         f"policies.by_name: {name!r} has {word!r}; one of {', '.join(_VERBS)}, or an "
         "action such as jaxact.Quantize(2), is required."

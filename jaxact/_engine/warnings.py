@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import difflib
+import fnmatch
 import threading
 import warnings
 import weakref
@@ -152,7 +153,8 @@ def warn_about_rules(policy: Policy) -> None:
         if not any(_is_in_call(rule.key, prefix) for prefix in again):
             _warn(
                 watch.line,
-                f"jaxact: {rule} matched no residual of {calls}."
+                f"jaxact: {rule.conditions} ({rule.action}) matched no residual of "
+                f"{calls}."
                 f"{_suggestion(rule, watch.residuals)} See jaxact.residuals for the "
                 "residuals that there are.",
             )
@@ -182,10 +184,17 @@ def _suggestion(rule: Rule, residuals: Iterable[Residual]) -> str:
         "path": {part for r in residuals for part in _modules(r.path)},
         "primitive": {r.primitive for r in residuals},
     }
+    if rule.name is not None and not any(known["name"]):
+        return " No value here has a checkpoint_name."
     for condition, names in known.items():
         offer = _offer(condition, getattr(rule, condition), names)
         if offer:
             return offer
+    for condition, names in known.items():
+        wanted, there = getattr(rule, condition), names - {""}
+        if wanted is not None and there and not fnmatch.filter(there, wanted):
+            short = sorted(there, key=lambda name: (len(name), name))[:_OFFERED]
+            return f" Here are {', '.join(f'{condition}={n!r}' for n in short)}."
     return ""
 
 

@@ -33,9 +33,11 @@ class ResidualRow(Saved):
       source: the user's 'file.py:line (function)' that computes it.
       action: how it is stored.
       bias: 'exact', 'unbiased' (its rounding adds noise to gradients, nothing else),
-        'unbiased to first order' (a path of the backward pass multiplies with the
-        rounded value twice, as in a softmax, a norm or z @ z.T: a bias is left that
-        falls with the square of the rounding's step, of any size beside the noise) or
+        'unbiased over rotations' (the same, but for a squared bias below 5e-4 of the
+        squared error, see `Rotated`), 'unbiased to first order' (a path of the backward
+        pass multiplies with the rounded value twice, as in a softmax, a norm or
+        z @ z.T: a bias is left that falls with the square of the rounding's step, of
+        any size beside the noise) or
         'biased' (something nonlinear is computed from the rounded values).
       exact_bytes: bytes before it is stored.
       stored_bytes: bytes after, on the device and on the host.
@@ -166,7 +168,8 @@ _FIRST_ORDER = (
 # The bound of `Rotated`, whose tests measure it.
 _OVER_ROTATIONS = (
     "unbiased over rotations: the mean over random rotations is the value, up to a "
-    "bias below 0.2 % of the squared error"
+    "squared bias below 5e-4 of the squared error (2e-3 for groups with one value that "
+    "is not zero)"
 )
 
 
@@ -217,16 +220,21 @@ class ResidualTable(Tabular):
 
     def summary(self) -> str:
         """The totals, bytes outside of compressed calls, rules that matched none."""
+        count = len(self.rows)
         on_host = f", {bytes_text(self.host_bytes)} on the host"
         lines = [
-            f"{len(self.rows)} residuals: {bytes_text(self.exact_bytes)} exact, "
+            f"{count} residual{'' if count == 1 else 's'}: "
+            f"{bytes_text(self.exact_bytes)} exact, "
             f"{bytes_text(self.stored_bytes)} stored ({self.ratio:.1f}x smaller"
             f"{on_host if self.host_bytes else ''}); "
             f"{bytes_text(self.referenced_bytes)} of arguments referenced in place",
             *self._outside(),
             *self._inside_checkpoints(),
         ]
-        lines += [f"matched nothing: {rule}" for rule in self.unused_rules]
+        lines += [
+            f"matched nothing: {rule.conditions} ({rule.action})"
+            for rule in self.unused_rules
+        ]
         rows = (*self.rows, *self.checkpointed)
         if any(row.bias is Bias.FIRST_ORDER for row in rows):
             lines.append(_FIRST_ORDER)

@@ -233,6 +233,12 @@ def test_names_with_words_for_actions():
     assert by_name({"q": Quantize(3)}).rules == by_name({"q": "compress:3"}).rules
 
 
+def test_wrong_bits_name_the_value():
+    for actions, bits in (({"q": "compress:12"}, 4), ({"q": "compress"}, 12)):
+        with pytest.raises(ValueError, match="by_name: 'q': .*bits=12.*from 1 to 8"):
+            by_name(actions, bits)
+
+
 @pytest.mark.parametrize("word", ["zip", "compress:", "compress:x", "compress2", ""])
 def test_another_word_is_refused(word):
     with pytest.raises(ValueError, match="'q' has .*device, offload, remat, compress"):

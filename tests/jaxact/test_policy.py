@@ -185,11 +185,32 @@ def gradient(f, *args):
 def test_a_rule_that_matches_nothing_is_reported():
     policy = Policy(rules=(Rule(Exact(), name="nothing"), Rule(Exact(), name="hidden")))
     small = jaxact.compress(mlp, policy=policy, activations="x")
-    with pytest.warns(jaxact.CompressionWarning, match="name='nothing'.*matched no"):
+    with pytest.warns(
+        jaxact.CompressionWarning, match=r"rule name=nothing \(Exact\(\)\) matched no"
+    ):
         gradient(small, P, X)
     table = jaxact.residuals(small, P, X)  # no second warning
     assert Rule(Exact(), name="nothing") in table.unused_rules
-    assert "matched nothing" in str(table)
+    assert "matched nothing: rule name=nothing" in str(table)
+
+
+@pytest.mark.parametrize("rule, offer", [
+    (Rule(Exact(), name="hide"), "Did you mean name='hidden'?"),
+    (Rule(Exact(), name="xyz"), "Here are name='hidden'."),
+    (Rule(Exact(), primitive="cos"), "Here are primitive="),
+])  # fmt: skip
+def test_a_rule_that_matches_nothing_is_told_names(rule, offer):
+    small = jaxact.compress(mlp, policy=Policy(rules=(rule,)), activations="x")
+    with pytest.warns(jaxact.CompressionWarning) as record:
+        gradient(small, P, X)
+    assert offer in str(record[0].message)
+
+
+def test_a_rule_for_a_name_where_nothing_has_one():
+    policy = Policy(rules=(Rule(Exact(), name="mlp_*"),))
+    small = jaxact.compress(lambda p, x: jnp.sin(x @ p), policy=policy)
+    with pytest.warns(jaxact.CompressionWarning, match="has a checkpoint_name"):
+        gradient(small, P, X)
 
 
 def test_compressing_nothing_is_reported():

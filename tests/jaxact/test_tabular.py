@@ -81,7 +81,7 @@ def tables():
     cost = jaxact.Sensitivity((), 0.0, unmeasured=("b",))
     measured = jaxact.sensitivity(lambda x: layer(x).sum(), X)
     return [
-        (residuals, "1 residuals: 64 KiB exact, 4.25 KiB stored (15.1x smaller)"),
+        (residuals, "1 residual: 64 KiB exact, 4.25 KiB stored (15.1x smaller)"),
         (residuals.by_path(), "stored as 4.25 KiB, 15.1x smaller"),
         (cost, "not measured: b"),
         (measured, "1 rows"),
