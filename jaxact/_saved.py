@@ -57,7 +57,12 @@ class Saved:
         Raises:
           ValueError: other data, or written in a later format.
         """
-        given = data.get("format") if isinstance(data, Mapping) else None
+        if not isinstance(data, Mapping):
+            raise ValueError(
+                f"{cls.__name__}.from_dict(<{type(data).__name__}>): the dict that "
+                "to_dict gave is required; from text: json.loads(text)."
+            )
+        given = data.get("format")
         if given != FORMAT:
             raise ValueError(
                 f"{cls.__name__}.from_dict: data of format {FORMAT} is required, as "
@@ -66,7 +71,7 @@ class Saved:
         value = _decode({k: v for k, v in data.items() if k != "format"})
         if not isinstance(value, cls):
             raise ValueError(
-                f"{cls.__name__}.from_dict: the data is that of a "
+                f"{cls.__name__}.from_dict: the data is of the class "
                 f"{type(value).__name__}: write {type(value).__name__}.from_dict."
             )
         return value

@@ -19,7 +19,8 @@ from jaxact._tabular import Column, Tabular
 from jaxact_kernels.rotated.group import HALF_BIT, NORMAL_ERROR
 
 # Rounding normal values to b bits, in groups of 256 with range R, adds this multiple of
-# S(b) to their variance 1: the mean of R^2 / 6.
+# S(b) to their variance 1: the mean of R^2 / 6, as for values anywhere in a step. At 1
+# bit it is 7.07, as they are near the middle of the only step.
 NORMAL_GROUP = 5.38
 # Of the same values in bfloat16, with 8 significant bits: as if codes had 10.5 bits,
 # and far more than (2^16 - 1)^-2.
@@ -51,7 +52,10 @@ def levels_variance(bits: float | str, action: Action | None = None) -> float:
 
 
 def _normal_error(bits: float, action: Action | None) -> float:
-    """The squared error of normal values with variance 1, in groups of 256."""
+    """The squared error of normal values with variance 1, in groups of 256.
+
+    For `Quantize` and `Dithered` as if values were anywhere in a step (`NORMAL_GROUP`).
+    """
     rounded = NORMAL_GROUP * (2**bits - 1) ** -2
     dithered = rounded / 2  # a twelfth of a squared step instead of a sixth
     if isinstance(action, Adaptive) and bits != HALF_BIT:

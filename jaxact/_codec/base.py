@@ -25,12 +25,13 @@ class Bias(enum.StrEnum):
 
     "unbiased over rotations": the residual is rotated at random and then rounded to the
     nearest level. The mean over rotations is its value, but for a squared bias below
-    5e-4 of the squared error, measured on residuals of trained networks.
+    5e-4 of the squared error on groups that the tests draw, and 2e-3 on those with one
+    value that is not zero (`Rotated`).
     """
 
     EXACT = "exact"  # every draw is the exact gradient
     UNBIASED = "unbiased"  # noise of mean zero
-    # Noise of mean zero but for a bias below 5e-4 of its variance (see `Rotated`).
+    # Noise of mean zero but for a squared bias below 5e-4 of its variance.
     OVER_ROTATIONS = "unbiased over rotations"
     # Noise of mean zero but for terms of second order in the rounding.
     FIRST_ORDER = "unbiased to first order"

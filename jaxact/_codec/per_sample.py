@@ -1,13 +1,12 @@
 """More bits for the samples that need them (ActNN, Chen et al. 2021)."""
 
 import dataclasses
-import numbers
 
 import jax
 from jax.typing import DTypeLike
 
 from jaxact._codec.base import Bias, Codec
-from jaxact._codec.checks import checked_group_size, checked_int
+from jaxact._codec.checks import checked_group_size, checked_int, checked_number
 from jaxact._codec.rows import short_rows
 from jaxact_kernels import planes
 
@@ -51,14 +50,14 @@ class PerSample(Codec[planes.Stored]):
     is_float32 = True
 
     def __post_init__(self) -> None:
-        is_real = isinstance(self.bits, numbers.Real)
-        if not is_real or isinstance(self.bits, bool) or not 1 <= self.bits <= 8:
-            raise ValueError(
-                f"PerSample(bits={self.bits!r}): bits must be a number from 1 to 8. "
-                "To keep 16 bits use Cast(jnp.bfloat16), to keep all use Exact()."
-            )
+        bits = checked_number(
+            self.bits,
+            lambda x: 1 <= x <= 8,
+            f"PerSample(bits={self.bits!r}): bits must be a number from 1 to 8. "
+            "To keep 16 bits use Cast(jnp.bfloat16), to keep all use Exact().",
+        )
         if not isinstance(self.bits, int | float):
-            object.__setattr__(self, "bits", float(self.bits))
+            object.__setattr__(self, "bits", bits)
         group_size = checked_group_size("PerSample", self.group_size)
         object.__setattr__(self, "group_size", group_size)
         shards = checked_int(

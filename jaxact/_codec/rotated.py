@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 
 from jaxact._codec import wide
 from jaxact._codec.base import Bias, Codec
-from jaxact._codec.checks import checked_bits, checked_group_size
+from jaxact._codec.checks import checked_group_size, checked_int
 from jaxact._codec.rows import short_rows
 from jaxact._codec.wide import Wide
 from jaxact_kernels import rotated
@@ -40,8 +40,8 @@ class Rotated(Codec[Stored | Wide[Stored]]):
     It errs more than `Quantize` or `Dithered` on data with two values, on derivatives
     that lie between two bounds, and from 7 bits: `Adaptive` chooses for each group.
 
-    Unbiased over rotations: the mean over seeds is the encoded value up to a bias that
-    is below 5e-4 of the squared error on the groups that the tests draw, and 2e-3 on
+    Unbiased over rotations: the mean over seeds is the encoded value up to a squared
+    bias below 5e-4 of the squared error on the groups that the tests draw, and 2e-3 on
     one with a single value that is not zero; none was seen on residuals of trained
     networks (`quantizers.py` in the benchmarks), where 1e-3 would be. Zeros are not
     exact. Constant groups are, and NaN and infinities do as in `Quantize`.
@@ -65,7 +65,7 @@ class Rotated(Codec[Stored | Wide[Stored]]):
     def __post_init__(self) -> None:
         name = type(self).__name__
         is_half = isinstance(self.bits, float) and self.bits == rotated.HALF_BIT
-        bits = rotated.HALF_BIT if is_half else checked_bits(name, self.bits)
+        bits = rotated.HALF_BIT if is_half else self._checked_bits()
         object.__setattr__(self, "bits", bits)
         group_size = checked_group_size(name, self.group_size)
         if group_size > rotated.MOST_PER_GROUP:
@@ -74,6 +74,14 @@ class Rotated(Codec[Stored | Wide[Stored]]):
                 f"{rotated.MOST_PER_GROUP} elements are rotated together. Use 256."
             )
         object.__setattr__(self, "group_size", group_size)
+
+    def _checked_bits(self) -> int:
+        return checked_int(
+            self.bits,
+            range(1, 9),
+            f"{type(self).__name__}(bits={self.bits!r}): 0.5, or an integer from 1 to "
+            "8, is required.",
+        )
 
     @property
     def label(self) -> str:

@@ -348,3 +348,12 @@ def test_a_cast_of_numbers_beyond_its_largest(dtype):
 def test_a_cast_needs_a_sign():
     with pytest.raises(ValueError, match="a type with a sign is required"):
         Cast("float8_e8m0fnu")
+
+
+@pytest.mark.parametrize("codec", [Rotated, Adaptive])
+@pytest.mark.parametrize("bits", [0.25, 3.5, True, 9])
+def test_bits_of_rotated_groups(codec, bits):
+    with pytest.raises(ValueError) as caught:
+        codec(bits)
+    wanted = "0.5, or an integer from 1 to 8, is required."
+    assert str(caught.value) == f"{codec.__name__}(bits={bits!r}): {wanted}"

@@ -170,6 +170,11 @@ def test_bad_requests(options, message):
         PerSample(**options)
 
 
+@pytest.mark.parametrize("bits", [np.float32(2.5), np.array(2.5), jnp.float32(2.5)])
+def test_bits_are_any_number(bits):
+    assert PerSample(bits) == PerSample(2.5)
+
+
 def test_integers_stay_exact():
     assert "not int32" in PerSample(2.0).declines((4, 4), jnp.dtype("int32"))
 

@@ -217,10 +217,11 @@ GOOD = Policy().to_dict()
 
 @pytest.mark.parametrize("data, message", [
     ({}, "format 1 is required.*given format=None"),
-    ([], "format 1 is required"),
+    ([], r"from_dict\(<list>\): the dict that to_dict gave is required"),
+    (json.dumps(GOOD), r"from_dict\(<str>\).*from text: json.loads"),
     (GOOD | {"format": 2}, "given format=2"),
     (GOOD | {"class": "Nothing"}, "'Nothing' is no class.*Import the module"),
-    (Exact().to_dict(), "that of a Exact: write Exact.from_dict"),
+    (Exact().to_dict(), "is of the class Exact: write Exact.from_dict"),
     (GOOD | {"bit": 4}, r"unknown: \['bit'\]"),
     ({"format": 1, "class": "Cost", "key": "a"}, r"missing: \['size', 'itemsize'"),
     (GOOD | {"recompute": {"class": "checkpoint_policy", "name": "os"}}, "has no 'os'"),
