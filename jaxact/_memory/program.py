@@ -92,7 +92,6 @@ class Program:
     Attributes:
       instructions: by id.
       roots: for each computation's id, the id of its result.
-      parameters: for each computation's id, ids of its parameters by position.
       callers: for each computation's id, the instruction that calls it.
       frames: the table of stack frames.
     """

@@ -45,8 +45,8 @@ def pack(codes: jax.Array, bits: int) -> jax.Array:
     slots = lax.reduce(shifted, np.uint32(0), lax.add, (len(lead),))
     if slot == bits:
         return slots
-    # Odd widths are cut from words packed at the next power of two: the codes, which
-    # cost far more than the cutting, are computed once.
+    # Widths that are no power of two are cut from words packed at the next one: the
+    # codes, which cost far more than the cutting, are computed once.
     parts = []
     for offset, width in fields(bits):
         mask = np.uint32(sum(((1 << width) - 1) << i for i in _offsets(slot).tolist()))
