@@ -1,10 +1,16 @@
 """Matplotlib, imported when a picture is drawn."""
 
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes  # pyright: ignore[reportMissingImports]
 
 
-def pyplot(call: str) -> Any:
-    """`matplotlib.pyplot`, for a method with this name.
+def new_axis(call: str, width: float, height: float) -> "Axes":
+    """An axis to draw on, in a figure so large, in inches.
+
+    Args:
+      call: the method that draws, for errors.
 
     Raises:
       ImportError: matplotlib is missing.
@@ -15,4 +21,4 @@ def pyplot(call: str) -> Any:
         raise ImportError(
             f"{call} needs matplotlib: pip install 'jaxact[plots]'."
         ) from error
-    return pyplot
+    return pyplot.subplots(figsize=(width, height), layout="constrained")[1]

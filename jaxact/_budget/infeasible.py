@@ -63,5 +63,4 @@ def _largest(live: Live, count: int = 3) -> str:
 
 
 def _named(row: LiveArray) -> str:
-    where = "/".join(part for part in (row.path, row.operation) if part)
-    return f"{row.type} {where}".rstrip()
+    return f"{row.type} {row.place}".rstrip()

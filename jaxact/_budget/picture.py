@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from jaxact._pyplot import pyplot
+from jaxact._pyplot import new_axis
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes  # pyright: ignore[reportMissingImports]
@@ -16,7 +16,7 @@ def plot_frontier(plan: "Plan") -> "Axes":
     Raises:
       ImportError: matplotlib is missing.
     """
-    _, axis = pyplot("Plan.plot").subplots(figsize=(6, 4), layout="constrained")
+    axis = new_axis("Plan.plot", 6, 4)
     mebibytes = lambda number: number / 2**20
     points = sorted(plan.frontier, key=lambda point: point.bytes)
     predicted = [p for p in points if not p.is_compiled]

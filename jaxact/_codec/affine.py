@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 
 from jaxact._codec import wide
 from jaxact._codec.base import Bias, Codec
-from jaxact._codec.checks import checked_bits, checked_group_size
+from jaxact._codec.checks import bits_text, checked_bits, checked_group_size
 from jaxact._codec.rows import short_rows
 from jaxact._codec.wide import Wide
 from jaxact_kernels import affine
@@ -66,7 +66,7 @@ class Quantize(Codec[affine.Stored | Wide[affine.Stored]]):
 
     @property
     def label(self) -> str:
-        bits = "1 bit" if self.bits == 1 else f"{self.bits} bits"
+        bits = bits_text(self.bits)
         return bits if self.stochastic else f"{bits}, nearest"
 
     def encode(

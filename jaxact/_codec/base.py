@@ -37,6 +37,11 @@ class Bias(enum.StrEnum):
     FIRST_ORDER = "unbiased to first order"
     BIASED = "biased"  # something nonlinear is computed from rounded values
 
+    @property
+    def is_noise(self) -> bool:
+        """Whether the error is noise with mean zero, but for the bias of rotations."""
+        return self in (Bias.UNBIASED, Bias.OVER_ROTATIONS)
+
 
 class Action(Saved, abc.ABC):
     """How one residual is kept from forward to backward.

@@ -88,6 +88,11 @@ def checked_bits(owner: str, value: object) -> int:
     )
 
 
+def bits_text(bits: float) -> str:
+    """Bits as labels have them: '1 bit', '0.5 bits'."""
+    return "1 bit" if bits == 1 else f"{bits} bits"
+
+
 def checked_group_size(owner: str, value: object) -> int:
     """The elements that share a scale; `owner` names the class in the message."""
     return checked_int(

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from jaxact._codec import wide
 from jaxact._codec.base import Bias, Codec
-from jaxact._codec.checks import checked_bits, checked_group_size
+from jaxact._codec.checks import bits_text, checked_bits, checked_group_size
 from jaxact._codec.rows import short_rows
 from jaxact._codec.wide import Wide
 from jaxact_kernels import affine
@@ -67,8 +67,7 @@ class Dithered(Codec[Stored | Wide[Stored]]):
 
     @property
     def label(self) -> str:
-        bits = "1 bit" if self.bits == 1 else f"{self.bits} bits"
-        return f"{bits}, dithered"
+        return f"{bits_text(self.bits)}, dithered"
 
     def declines(self, shape: tuple[int, ...], dtype: DTypeLike) -> str | None:
         return super().declines(shape, dtype) or short_rows(self, shape, dtype)

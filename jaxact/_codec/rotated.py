@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 
 from jaxact._codec import wide
 from jaxact._codec.base import Bias, Codec
-from jaxact._codec.checks import checked_group_size, checked_int
+from jaxact._codec.checks import bits_text, checked_group_size, checked_int
 from jaxact._codec.rows import short_rows
 from jaxact._codec.wide import Wide
 from jaxact_kernels import rotated
@@ -85,8 +85,7 @@ class Rotated(Codec[Stored | Wide[Stored]]):
 
     @property
     def label(self) -> str:
-        bits = "1 bit" if self.bits == 1 else f"{self.bits} bits"
-        return f"{bits}, {type(self).__name__.lower()}"
+        return f"{bits_text(self.bits)}, {type(self).__name__.lower()}"
 
     def declines(self, shape: tuple[int, ...], dtype: DTypeLike) -> str | None:
         return super().declines(shape, dtype) or short_rows(self, shape, dtype)

@@ -47,16 +47,16 @@ def is_needed(dtype: DTypeLike) -> bool:
 
 
 def encode(
-    x: jax.Array, group_size: int, format: Callable[[jax.Array], Stored]
+    x: jax.Array, group_size: int, pack: Callable[[jax.Array], Stored]
 ) -> Wide[Stored]:
-    """Condition `x`, and encode the remainder by `format`, which computes in float32.
+    """Condition `x`, and encode the remainder by `pack`, which computes in float32.
 
     Args:
       x: floating point.
       group_size: most elements in a group, see `layout_of`.
     """
     remainder, anchor, unit = condition(x, layout_of(x.shape, group_size))
-    return Wide(format(remainder), anchor, unit)
+    return Wide(pack(remainder), anchor, unit)
 
 
 def decode(
@@ -64,10 +64,10 @@ def decode(
     shape: tuple[int, ...],
     dtype: DTypeLike,
     group_size: int,
-    format: Callable[[Stored, np.dtype], jax.Array],
+    unpack: Callable[[Stored, np.dtype], jax.Array],
 ) -> jax.Array:
-    """Undo `encode`; `format` decodes to the dtype that it is given."""
-    x = format(stored.remainder, np.dtype(np.float32))
+    """Undo `encode`; `unpack` decodes to the dtype that it is given."""
+    x = unpack(stored.remainder, np.dtype(np.float32))
     layout = layout_of(shape, group_size)
     return restore(x, stored.anchor, stored.unit, layout).astype(dtype)
 

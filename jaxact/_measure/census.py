@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxact._bits.cost import Cost, levels_variance
 from jaxact._bits.widths import least_bits
-from jaxact._codec import Action, Bias
+from jaxact._codec import Action
 from jaxact._flat import Flat
 from jaxact._jaxpr.compat import open_jaxpr
 from jaxact._jaxpr.primitives import CHECKPOINTS
@@ -70,7 +70,7 @@ def census(
         bits, key = _bits(decision.action), decision.residual.key
         if bits is not None:
             size = math.prod(eqn.params["shape"]) * copies
-            is_linear = decision.bias in (Bias.UNBIASED, Bias.OVER_ROTATIONS)
+            is_linear = decision.bias.is_noise
             if key in rounded:
                 size += rounded[key].size
                 is_linear = is_linear and rounded[key].is_linear

@@ -16,7 +16,7 @@ from jaxact._memory.chart import chart, line_of, plot_parts
 from jaxact._memory.compiling import trace_and_compile
 from jaxact._memory.memory import Memory, measure
 from jaxact._memory.size import Limited, checked_of, parsed
-from jaxact._pyplot import pyplot
+from jaxact._pyplot import new_axis
 from jaxact._saved import Saved
 from jaxact._tabular import SMALL_SHARE, Column, Tabular, bytes_text
 
@@ -46,6 +46,11 @@ class LiveArray(Saved):
     path: str
     operation: str
     source: str
+
+    @property
+    def place(self) -> str:
+        """Its path and operation, '' without either."""
+        return "/".join(part for part in (self.path, self.operation) if part)
 
 
 @dataclass(frozen=True)
@@ -180,7 +185,7 @@ class Live(Tabular):
         """
         limit, of = _bytes(budget, "Live.plot(budget"), checked_of("Live.plot", of)
         if axis is None:
-            _, axis = pyplot("Live.plot").subplots(figsize=(8, 4), layout="constrained")
+            axis = new_axis("Live.plot", 8, 4)
         positions = [i / max(1, len(self.curve) - 1) for i in range(len(self.curve))]
         heights = [size / 2**20 for size in self.curve]
         (line,) = axis.plot(positions, heights, label=label)
@@ -306,7 +311,7 @@ def _row(buffer: Buffer) -> LiveArray:
 
 def _place(row: LiveArray) -> str:
     """The module and the operation of an array; an argument's name."""
-    return "/".join(part for part in (row.path, row.operation) if part) or row.kind
+    return row.place or row.kind
 
 
 class _Group(NamedTuple):

@@ -2,6 +2,8 @@
 
 Field numbers are those of xla/service/hlo.proto, in the messages HloModuleProto,
 HloComputationProto, HloInstructionProto, OpMetadata and StackFrameIndexProto.
+`jaxact._time.hlo` has a `Program` with an `Instruction` too: the same compiled module,
+read as text for shapes and fusions; this one knows lines and buffers by number.
 """
 
 import os

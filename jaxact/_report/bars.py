@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from jaxact._pyplot import pyplot
+from jaxact._pyplot import new_axis
 from jaxact._report.by_module import ModuleTable, folded
 from jaxact._tabular import bytes_text
 
@@ -19,8 +19,7 @@ def plot_modules(table: ModuleTable) -> "Axes":
     large, small = folded(table)
     rows = sorted(large, key=lambda row: (row.stored_bytes, row.exact_bytes))[::-1]
     rows += small
-    size = (8, 1.2 + 0.3 * len(rows))
-    _, axis = pyplot("ResidualTable.plot").subplots(figsize=size, layout="constrained")
+    axis = new_axis("ResidualTable.plot", 8, 1.2 + 0.3 * len(rows))
     exact = [row.exact_bytes / 2**20 for row in rows]
     stored = [row.stored_bytes / 2**20 for row in rows]
     positions = range(len(rows))

@@ -144,7 +144,7 @@ def _besides(step: ComparedStep) -> list[str]:
     temporaries = [row for row in step.at_peak if row.kind == "temporary"]
     if temporaries:
         largest = max(temporaries, key=lambda row: row.bytes)
-        name = "/".join(p for p in (largest.path, largest.operation) if p)
+        name = largest.place
         parts.append(
             f"the largest array is {largest.type}, {bytes_text(largest.bytes)}"
             + (f": {name}" if name else "")

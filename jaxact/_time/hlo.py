@@ -5,6 +5,8 @@ A module is a list of computations, a computation one of instructions, one a lin
     %name = type opcode(%operand, ...), attribute=value, ...
 
 A type is `bf16[64,256]{1,0}` or a tuple of such. Each operand comes before its reader.
+`jaxact._memory.program` has a `Program` with an `Instruction` too: the same compiled
+module, read as a protocol buffer, for lines and buffers that the text does not number.
 """
 
 import functools
