@@ -67,7 +67,7 @@ def allocate(
       >>> jaxact.allocate(table, bits=4).bits
       (('a', 2), ('b', 6))
     """
-    _require_one(measured, bits, e2)
+    _check_arguments(measured, bits, e2)
     widths = _widths(ladder)
     rungs = [_rungs(row, widths) for row in measured.rows]
     if bits is not None:
@@ -169,7 +169,9 @@ def _take_best(steps: Steps, budget: float) -> list[int]:
     return counts
 
 
-def _require_one(measured: Sensitivity, bits: float | None, e2: float | None) -> None:
+def _check_arguments(
+    measured: Sensitivity, bits: float | None, e2: float | None
+) -> None:
     if not isinstance(measured, Sensitivity):
         raise TypeError(
             f"allocate({type(measured).__name__}): the costs that jaxact.sensitivity "

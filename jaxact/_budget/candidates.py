@@ -3,9 +3,8 @@
 Errors are medians of the squared error over the squared distance from the mean, for
 residuals of four networks (`quantizers.py` in the benchmarks): of values, which are
 near normal; of a softmax's exponentials, and of local derivatives, which have bounds,
-those of a GPT. From 5 bits on each bit
-divides by four. Times count the bytes that an encoder and a decoder move, and the
-operations that they take, whichever is slower.
+those of a GPT. From 5 bits on each bit divides by four. Times count the bytes that an
+encoder and a decoder move, and the operations that they take, whichever is slower.
 """
 
 import functools

@@ -43,7 +43,7 @@ class Row:
 
     Attributes:
       elements, exact_bytes: of all copies.
-      options: without those that another beats in bytes, time and noise.
+      options: see `undominated`.
     """
 
     key: str
@@ -209,7 +209,7 @@ def solution_of(problem: Problem, choices: tuple[Choice, ...]) -> Solution:
 
 
 def undominated(options: list[Option]) -> tuple[Option, ...]:
-    """Without options that another beats: by bytes, then by the sum of the others."""
+    """Without options that another beats in bytes, workspace, time and noise."""
     kept: list[Option] = []
     for option in sorted(options, key=lambda o: (o.bytes, o.workspace, o.cost)):
         if not any(

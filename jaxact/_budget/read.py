@@ -150,16 +150,16 @@ def read_problem(
     reader = _Reader(stored, actions, gpu, measured)
     again = step.traced(dataclasses.replace(base, recompute=Checkpoint()))
     elementwise = _elementwise_rules(stored)
-    fused = None
+    replayed = None
     if elementwise:
         rules = (*base.rules, *elementwise)
-        fused = step.traced(dataclasses.replace(base, rules=rules))
+        replayed = step.traced(dataclasses.replace(base, rules=rules))
     calls = []
     gradients = gradient_bytes(stored.program, list(stored.calls))
     for key in stored.calls:
         variants = [reader.stored(key)]
-        if fused is not None and elementwise:
-            variants += reader.elementwise(key, fused, elementwise)
+        if replayed is not None:
+            variants += reader.elementwise(key, replayed, elementwise)
         variants += reader.checkpoints(key, again)
         calls.append(Call(key, tuple(variants), gradients.pop(key, 0)))
     exact = sum(row.exact_bytes for _, row in _pairs(stored))
@@ -259,21 +259,26 @@ class _Reader:
         return row.exact_bytes // _copies(decision.residual, row)
 
     def elementwise(
-        self, key: str, fused: _Trace, rules: Sequence[Rule]
+        self, key: str, replayed: _Trace, rules: Sequence[Rule]
     ) -> list[Variant]:
-        """Results of elementwise operations computed again, if that stores less."""
+        """Results of elementwise operations computed again, if that stores less.
+
+        Args:
+          replayed: the step in which they are.
+          rules: that say so.
+        """
         before = self._traced.rows.get(key, [])
-        after = fused.rows.get(key, [])
+        after = replayed.rows.get(key, [])
         size = lambda rows: sum(row.exact_bytes for row in rows)
         if size(after) >= size(before):
             return []
         kept = {row.key for row in after}
         own = {row.key for row in before} - kept
-        rows, fixed = self._rows(key, fused)
-        replayed = [row for row in before if row.key in own]
-        time = 2 * size(replayed) / self._gpu.bytes_per_second / self.seconds
+        rows, fixed = self._rows(key, replayed)
+        gone = [row for row in before if row.key in own]
+        time = 2 * size(gone) / self._gpu.bytes_per_second / self.seconds
         mine = tuple(rule for rule in rules if rule.key in own)
-        largest = max((self._bytes_of_one(key, row) for row in replayed), default=0)
+        largest = max((self._bytes_of_one(key, row) for row in gone), default=0)
         workspace = self._workspace(key) + _REPLAYED * largest
         return [Variant("elementwise", rows, fixed, workspace, time, rules=mine)]
 
@@ -281,27 +286,26 @@ class _Reader:
         """The call computed again from its inputs."""
         rows, fixed = self._rows(key, again, is_recomputed_from=True)
         kept = {row.key for row in again.rows.get(key, [])}
-        inside = [
-            (row, self._traced.calls[key].decisions[row.key])
+        call = self._traced.calls[key]
+        own = [
+            (row, d := call.decisions[row.key], self._options(d, row))
             for row in self._traced.rows.get(key, [])
+            if row.key not in kept
         ]
-        inside = [
-            (row, d, self._options(d, row)) for row, d in inside if row.key not in kept
-        ]
-        if not inside:
+        if not own:
             return []
         # A residual of a scan in the call has a copy for each step of that, too.
-        copies = min(_copies(d.residual, row) for row, d, _ in inside)
-        flops = self._traced.calls[key].flops * copies
-        moved = sum(row.exact_bytes for row, *_ in inside)
+        copies = min(_copies(d.residual, row) for row, d, _ in own)
+        flops = call.flops * copies
+        moved = sum(row.exact_bytes for row, *_ in own)
         repeated = flops / self.flops_per_second + moved / self._gpu.bytes_per_second
-        variants, own = [], self._workspace(key)
+        variants, least = [], float(self._workspace(key))
         for bits in _INSIDE_BITS:
-            workspace, rules = float(own), []
+            workspace, rules = least, []
             time, noise = repeated / self.seconds, 0.0
-            for row, d, options in inside:
+            for row, d, options in own:
                 number = _copies(d.residual, row)
-                if not (d.rule is None and d.bias is not Bias.EXACT) or not options:
+                if not _is_free(call, row) or not options:
                     workspace += row.stored_bytes / number
                     continue
                 few = [o for o in options if _has_at_most(o.action, bits)]

@@ -83,7 +83,7 @@ class Search:
             else:
                 trial = self.attempt(solution)
             if trial is None and self.best(limit) is None:
-                trial = self.attempt(self._least(kept_alone=True))
+                trial = self.attempt(self._least(recomputes=False))
             if trial is None:
                 return
             taken = budgeted(trial.memory, self.of)
@@ -222,24 +222,24 @@ class Search:
         The smallest in which nothing is computed again, whose workspace is known best;
         with that too, the smallest of all.
         """
-        alone = self._least(kept_alone=True)
-        fits = alone.live_bytes + self.rest(alone.live_bytes) <= limit
-        return alone if fits else self._least()
+        stored = self._least(recomputes=False)
+        fits = stored.live_bytes + self.rest(stored.live_bytes) <= limit
+        return stored if fits else self._least()
 
     def _solve(self, room: float) -> Solution | None:
         return solve(self.problem, room, slowdown=self.slowdown, noise=self.noise)
 
-    def _least(self, *, kept_alone: bool = False) -> Solution:
+    def _least(self, *, recomputes: bool = True) -> Solution:
         """The solution that stores least on the device, nothing on the host.
 
         Without a bound on time the host would have everything.
 
         Args:
-          kept_alone: compute nothing again, which takes workspace of its own.
+          recomputes: whether it may compute calls again, which takes workspace.
         """
         problem = self.problem.on_the_device()
         least = solve(
-            problem.without_recomputation() if kept_alone else problem,
+            problem if recomputes else problem.without_recomputation(),
             math.inf,
             slowdown=self.slowdown,
             noise=self.noise,
