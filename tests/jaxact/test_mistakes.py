@@ -128,7 +128,7 @@ MISTAKES = {
     ),
     "telemetry(f)(w, x)": (
         lambda: jaxact.telemetry(loss)(W, X),
-        "measured.probe(*args)",
+        "jax.grad(measured, argnums=(0, 1))(probe, params, batch)",
     ),
     "allocate(residuals)": (
         lambda: jaxact.allocate(jaxact.residuals(loss, W), bits=2),
