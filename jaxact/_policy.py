@@ -180,7 +180,8 @@ class Policy(Saved):
         a codec; the others are recomputed in the backward pass. For some calls, by
         path: a `Checkpoint`, or several; the first that matches a call is for it. None:
         jaxact chooses few values from which the gradient is unbiased, or unbiased to
-        first order; with default=Exact(), it stores every residual that `jax.vjp` has.
+        first order; with default=Exact(), it stores every residual that `jax.vjp` has,
+        and those that rules pack as they are, not through their norms.
       default: the action where no rule matches, for every residual that it can store.
 
     Raises:
