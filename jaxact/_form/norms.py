@@ -43,6 +43,7 @@ from jaxact._jaxpr.primitives import (
 from jaxact._jaxpr.read import (
     contracts,
     is_literal,
+    is_widened,
     keeps_elements,
     scales_rows,
     variables_in,
@@ -114,12 +115,25 @@ class Norms:
         return self._scaled_by(x) or self.sums.normalizing(x)
 
     def _is_difference(self, v: Var, x: Var, mean: _Statistic) -> bool:
-        """Whether `v` is x - mean: not x - 0.5 mean, nor with either in another dtype.
+        """Whether `v` is x - mean: not x - 0.5 mean, nor with either in fewer bits.
 
         Any mean is good to store `x` by; to have `v` back it takes this one.
         """
-        first, second = self.producers[v].invars
-        return first is x and self._statistic(second, x.aval.shape) == mean
+        first, second = map(self._as_computed, self.producers[v].invars)
+        is_first = first is self._as_computed(x)
+        return is_first and self._statistic(second, x.aval.shape) == mean
+
+    def _as_computed(self, v: Atom) -> Atom:
+        """A value before it is copied, or cast to a dtype that holds it."""
+        while not is_literal(v) and v in self.producers:
+            eqn = self.producers[v]
+            if eqn.primitive.name == "convert_element_type":
+                if not is_widened(eqn.invars[0].aval.dtype, v.aval.dtype):
+                    break
+            elif eqn.primitive.name not in COPIES:
+                break
+            v = eqn.invars[0]
+        return v
 
     def _scaled_by(self, x: Var) -> Normalized | None:
         """A map without a mean, by a deviation or a divisor among the factors of `x`.

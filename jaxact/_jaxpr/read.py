@@ -23,6 +23,7 @@ from jaxact._jaxpr.primitives import (
 from jaxact._jaxpr.types import (
     Atom,
     ClosedJaxpr,
+    Dtype,
     Eqn,
     Jaxpr,
     Literal,
@@ -222,3 +223,11 @@ def loses_precision(eqn: Eqn) -> bool:
     return not jnp.issubdtype(dtype, jnp.inexact) or (
         jnp.finfo(dtype).nmant < _MANTISSA_BITS
     )
+
+
+def is_widened(narrow: Dtype, wide: Dtype) -> bool:
+    """Whether every value of one floating type is one of the other."""
+    if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in (narrow, wide)):
+        return False
+    a, b = jnp.finfo(narrow), jnp.finfo(wide)
+    return a.nmant <= b.nmant and a.maxexp <= b.maxexp and a.minexp >= b.minexp

@@ -18,7 +18,7 @@ from jax.stages import Wrapped
 from jaxact._jaxpr.compat import open_jaxpr
 from jaxact._jaxpr.evaluate import trace_jitted
 from jaxact._jaxpr.primitives import RESHAPES
-from jaxact._jaxpr.read import is_literal, producers_of, variables_in
+from jaxact._jaxpr.read import is_literal, is_widened, producers_of, variables_in
 from jaxact._jaxpr.rewrite import with_outputs, without_unused
 from jaxact._jaxpr.types import (
     Array,
@@ -219,18 +219,10 @@ def _narrowest(v: Atom, producers: Producers) -> Dtype:
         if producers[v].primitive.name not in moves:
             break
         v = producers[v].invars[0]
-        if not _is_widened(v.aval.dtype, dtype):
+        if not is_widened(v.aval.dtype, dtype):
             break
         dtype = v.aval.dtype
     return dtype
-
-
-def _is_widened(narrow: Dtype, wide: Dtype) -> bool:
-    """Whether every value of one floating type is one of the other."""
-    if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in (narrow, wide)):
-        return False
-    a, b = jnp.finfo(narrow), jnp.finfo(wide)
-    return a.nmant <= b.nmant and a.maxexp <= b.maxexp and a.minexp >= b.minexp
 
 
 def _cotangent(x: Array) -> Any:
