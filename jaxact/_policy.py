@@ -64,7 +64,7 @@ def small_size(sizes: Iterable[int]) -> int:
     return largest
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Rule(Saved):
     """Apply `action` to the residuals that meet every given condition.
 
@@ -136,16 +136,13 @@ class Rule(Saved):
                 f"Rule(where={self.where!r}): a function of a Residual is required."
             )
 
-    @property
-    def conditions(self) -> str:
-        """As tables show them: 'rule name=mlp_*'."""
+    def __repr__(self) -> str:
+        """As it is written, without the conditions that it does not have."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         given = [
-            f"{name}={getattr(value, '__name__', value)}"
-            for name, value in values.items()
-            if name != "action" and value is not None
+            f"{n}={v!r}" for n, v in values.items() if n != "action" and v is not None
         ]
-        return f"rule {', '.join(given)}" if given else "a rule for all"
+        return f"Rule({', '.join([repr(self.action), *given])})"
 
     def matches(self, residual: Residual) -> bool:
         """Whether `residual` meets every condition."""

@@ -153,8 +153,7 @@ def warn_about_rules(policy: Policy) -> None:
         if not any(_is_in_call(rule.key, prefix) for prefix in again):
             _warn(
                 watch.line,
-                f"jaxact: {rule.conditions} ({rule.action}) matched no residual of "
-                f"{calls}."
+                f"jaxact: {rule} matched no residual of {calls}."
                 f"{_suggestion(rule, watch.residuals)} See jaxact.residuals for the "
                 "residuals that there are.",
             )

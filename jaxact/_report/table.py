@@ -231,10 +231,7 @@ class ResidualTable(Tabular):
             *self._outside(),
             *self._inside_checkpoints(),
         ]
-        lines += [
-            f"matched nothing: {rule.conditions} ({rule.action})"
-            for rule in self.unused_rules
-        ]
+        lines += [f"matched nothing: {rule}" for rule in self.unused_rules]
         rows = (*self.rows, *self.checkpointed)
         if any(row.bias is Bias.FIRST_ORDER for row in rows):
             lines.append(_FIRST_ORDER)

@@ -181,7 +181,7 @@ def _row(
 def _why(decision: Decision, policy: Policy | None) -> str:
     """The reason for an action: of a rounded residual, its part in the gradient."""
     if decision.rule is not None and policy is not None:
-        reason = policy.rules[decision.rule].conditions
+        reason = _condition(policy.rules[decision.rule])
     elif decision.reason in (Reason.BITS, Reason.DEFAULT):
         reason = _part(decision.residual)
     else:
@@ -189,6 +189,17 @@ def _why(decision: Decision, policy: Policy | None) -> str:
     remarks = [r.value for r in decision.remarks if r is not Remark.NORMALIZED]
     declined = [decision.declined] if decision.declined else []
     return "; ".join([reason, *declined, *remarks])
+
+
+def _condition(rule: Rule) -> str:
+    """A rule's conditions: 'rule name=mlp_*'."""
+    values = {f.name: getattr(rule, f.name) for f in dataclasses.fields(rule)}
+    conditions = [
+        f"{name}={getattr(value, '__name__', value)}"
+        for name, value in values.items()
+        if name != "action" and value is not None
+    ]
+    return f"rule {', '.join(conditions)}" if conditions else "a rule for all"
 
 
 def _part(residual: Residual) -> str:

@@ -166,7 +166,7 @@ def test_integers_of_any_type_become_ints():
     policies = Policy(bits=np.int64(2)), Policy(bits=jnp.int32(2))
     for policy in policies:
         assert policy == Policy(bits=2) and type(policy.bits) is int
-    assert "min_bytes=8," in repr(Rule(Exact(), min_bytes=np.uint8(8)))
+    assert repr(Rule(Exact(), min_bytes=np.uint8(8))) == "Rule(Exact(), min_bytes=8)"
     assert repr(Quantize(np.int8(3), np.int64(64))) == repr(Quantize(3, 64))
 
 
@@ -185,13 +185,11 @@ def gradient(f, *args):
 def test_a_rule_that_matches_nothing_is_reported():
     policy = Policy(rules=(Rule(Exact(), name="nothing"), Rule(Exact(), name="hidden")))
     small = jaxact.compress(mlp, policy=policy, activations="x")
-    with pytest.warns(
-        jaxact.CompressionWarning, match=r"rule name=nothing \(Exact\(\)\) matched no"
-    ):
+    with pytest.warns(jaxact.CompressionWarning, match="name='nothing'.*matched no"):
         gradient(small, P, X)
     table = jaxact.residuals(small, P, X)  # no second warning
     assert Rule(Exact(), name="nothing") in table.unused_rules
-    assert "matched nothing: rule name=nothing" in str(table)
+    assert "matched nothing: Rule(Exact(), name='nothing')" in str(table)
 
 
 @pytest.mark.parametrize("rule, offer", [
