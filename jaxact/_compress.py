@@ -158,7 +158,7 @@ class _Options:
             )
             return options.compress(original.target)
         if isinstance(target, types.MethodType) and (
-            find.for_state(target.__self__) or original_of(target.__func__)
+            find.for_arguments([target.__self__]) or original_of(target.__func__)
         ):
             method = self.compress(target.__func__)
             return types.MethodType(method, target.__self__)  # an argument as others
