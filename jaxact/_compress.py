@@ -206,7 +206,7 @@ class _Options:
             seed = seed_from(rounding_key)
             name = _class_name(f, args)
             scope = jax.named_scope(scope_in_trace(name)) if name else nullcontext()
-            with scope:
+            with scope, find.modules_untouched():
                 return call_compressed(
                     f, args, kwargs, describe, self.policy, seed, cache=cache
                 )

@@ -1,6 +1,7 @@
 """The interface that one file for each module library implements."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from jaxact._modules.original import refuse_key
@@ -45,11 +46,15 @@ class Adapter(Protocol):
         """
         ...
 
-    def takes_part(self, module: object, position: int) -> bool:
-        """Whether a call with this argument needs `compress_method`.
+    def takes_part(self, value: object) -> bool:
+        """Whether a call with this argument, a module or a pytree, has such modules.
 
-        Other modules are plain values.
+        It needs `compress_method`. Other modules are plain values.
         """
+        ...
+
+    def untouched(self) -> AbstractContextManager[None]:
+        """A context for a trace, which fails if it changes modules from outside."""
         ...
 
 

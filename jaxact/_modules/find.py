@@ -1,8 +1,9 @@
 """Find the adapter for a value, without importing a library before the user did."""
 
+import contextlib
 import importlib
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from jaxact._modules.adapter import Adapter, StatefulAdapter
@@ -22,13 +23,10 @@ def for_target(target: object) -> Adapter | None:
 
 def for_arguments(args: Sequence[object]) -> Adapter | None:
     """The adapter for a call that modules take part in."""
-    for position, value in enumerate(args):
-        adapter = None if isinstance(value, type) else for_target(value)
-        if adapter is not None and adapter.takes_part(value, position):
-            return adapter
-        adapter = for_state(value)
-        if adapter is not None:
-            return adapter
+    for value in args:
+        for adapter in _imported():
+            if adapter.takes_part(value):
+                return adapter
     return None
 
 
@@ -39,13 +37,26 @@ def for_states(values: Iterable[object]) -> StatefulAdapter | None:
 
 def for_state(value: object) -> StatefulAdapter | None:
     """The adapter for modules that hold their arrays, in any pytree, else None."""
-    for home, name in _HOMES.items():
-        if home not in sys.modules:  # no value can be of this library
-            continue
-        adapter = importlib.import_module(name)
-        if isinstance(adapter, StatefulAdapter) and adapter.takes_part(value, 0):
+    for adapter in _imported():
+        if isinstance(adapter, StatefulAdapter) and adapter.takes_part(value):
             return adapter
     return None
+
+
+@contextlib.contextmanager
+def modules_untouched() -> Iterator[None]:
+    """A context for a trace, which fails if it changes modules from outside."""
+    with contextlib.ExitStack() as stack:
+        for adapter in _imported():
+            stack.enter_context(adapter.untouched())
+        yield
+
+
+def _imported() -> Iterator[Adapter]:
+    """The adapters for libraries that the user imported."""
+    for home, name in _HOMES.items():
+        if home in sys.modules:
+            yield importlib.import_module(name)  # pyright: ignore
 
 
 def _for_class(cls: type) -> Adapter | None:

@@ -4,9 +4,11 @@ Variables and RNG streams go through the transform as parameters, the call's arg
 as activations. Mutable collections come out as the module left them.
 """
 
+import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import flax.linen as nn
 import jax
@@ -17,6 +19,7 @@ from jaxact._flat import Kind
 from jaxact._jaxpr.labels import current_path
 from jaxact._jaxpr.types import Array
 from jaxact._modules.adapter import NOISE_STREAM, require_call
+from jaxact._modules.linen_leaks import untouched
 from jaxact._modules.original import original_of, remember
 from jaxact._modules.pickling import make_picklable
 from jaxact._policy import Policy
@@ -26,6 +29,8 @@ from jaxact._trace import Argument, arguments
 T = TypeVar("T")
 
 
+# A call's arguments, by its positional and keyword ones.
+_Describe: TypeAlias = Callable[[Sequence[object], dict[str, Any]], list[Argument]]
 _VARIABLES = [Argument(name, Kind.PARAMETER) for name in ("variables", "rngs")]
 
 
@@ -55,7 +60,8 @@ def compress(target: T, policy: Policy, static_argnums: Sequence[str | int]) -> 
         )
     require_call(target)
     plain = _without_inherited(target)
-    lifted = _lift(plain, plain.__call__, policy, static_argnums)
+    describe = _method_arguments(plain.__call__, None, static_argnums)
+    lifted = _lift(plain, describe, policy)
     # Linen names submodules after their class: keep Block_0.
     for attribute in ("__name__", "__qualname__", "__module__", "__doc__"):
         setattr(lifted, attribute, getattr(target, attribute))
@@ -70,13 +76,64 @@ def compress_method(
     static_argnums: Sequence[str | int],
     activations: Sequence[str | int] | None = None,
 ) -> Callable[..., object]:
-    """A method (or function that takes a module) with its residuals compressed."""
-    return _lift(f, f, policy, static_argnums, activations)
+    """A method, or a function that takes bound modules, compressed."""
+
+    @functools.wraps(f)
+    def compressed(*args: object, **kwargs: object) -> object:
+        if args and _is_bound(args[0]):
+            describe = _method_arguments(f, activations, static_argnums)
+            return _lift(f, describe, policy)(*args, **kwargs)
+        return _call_beside(f, args, kwargs, policy, static_argnums, activations)
+
+    return compressed
 
 
-def takes_part(module: object, position: int) -> bool:
-    """A method's own module has variables at hand; any other is a plain value."""
-    return position == 0 and getattr(module, "scope", None) is not None
+def takes_part(value: object) -> bool:
+    """A bound module has variables at hand; any other is a plain value."""
+    return any(map(_is_bound, _leaves(value)))
+
+
+def _call_beside(
+    f: Callable[..., object],
+    args: Sequence[object],
+    kwargs: dict[str, Any],
+    policy: Policy,
+    static_argnums: Sequence[str | int],
+    activations: Sequence[str | int] | None,
+) -> object:
+    """A compressed call with bound modules in other places than its first argument.
+
+    Linen lifts methods, and modules among their arguments too: here it is a method
+    whose module, the outermost one, is an argument more.
+    """
+
+    def method(_: object, *args: object, **kwargs: object) -> object:
+        unnamed.close()
+        return f(*args, **kwargs)
+
+    def describe(args: Sequence[object], kwargs: dict[str, Any]) -> list[Argument]:
+        wanted = (*range(len(args)), *kwargs) if activations is None else activations
+        return arguments(f, args, kwargs, wanted, static_argnums)
+
+    functools.update_wrapper(method, f, updated=())
+    bound = [m for x in (*args, *kwargs.values()) for m in _leaves(x) if _is_bound(m)]
+    outermost = min(bound, key=lambda module: len(module.path))
+    with contextlib.ExitStack() as unnamed:
+        # The call belongs to none, so it opens no scope with a module's name.
+        unnamed.enter_context(nn.override_named_call(False))
+        lifted = _lift(method, describe, policy, is_method=False)
+        return lifted(outermost, *args, **kwargs)
+
+
+def _is_bound(value: object) -> bool:
+    return isinstance(value, nn.Module) and value.scope is not None
+
+
+def _leaves(value: object) -> list[Any]:
+    try:
+        return jax.tree.leaves(value)
+    except (TypeError, ValueError):  # a static value: keys that have no order
+        return []
 
 
 def _without_inherited(target: type) -> type:
@@ -94,10 +151,10 @@ def _without_inherited(target: type) -> type:
 
 def _lift(
     target: type | Callable[..., object],
-    method: Callable[..., object],
+    describe: _Describe,
     policy: Policy,
-    static_argnums: Sequence[str | int],
-    activations: Sequence[str | int] | None = None,
+    *,
+    is_method: bool = True,
 ) -> Callable[..., object]:
     def transform(fn: Callable[..., Any], **_: object) -> Callable[..., Any]:
         def body(
@@ -119,19 +176,19 @@ def _lift(
 
             if place.is_initializing:
                 return pure(variables, rngs, *args, **kwargs)
-            own = _describe(method, args, kwargs, activations, static_argnums)
-            describe = [*_VARIABLES, *(_in_module(place.module, a) for a in own)]
-            return call_compressed(
-                pure,
-                (variables, rngs, *args),
-                kwargs,
-                describe,
-                policy,
-                seed,
-                name=target,
-                above=place.above,
-                path=place.module,
-            )
+            own = (_in_module(place.module, a) for a in describe(args, kwargs))
+            with untouched():
+                return call_compressed(
+                    pure,
+                    (variables, rngs, *args),
+                    kwargs,
+                    [*_VARIABLES, *own],
+                    policy,
+                    seed,
+                    name=target,
+                    above=place.above,
+                    path=place.module,
+                )
 
         lift_all = ((True,), (True,), (True,))
         lifted = lift.pack(body, *lift_all, name="compress", enable_kwargs=True)
@@ -146,7 +203,7 @@ def _lift(
             if not (found := jax.tree.leaves(scopes)):  # not bound: Linen says so
                 return fn(scopes, *args, **kwargs)
             key = _stream_key(found) if rounding_key is None else rounding_key
-            place = _place_of(found[0], target)
+            place = _place_of(found[0], target if is_method else None)
             return lifted(scopes, seed_from(key), place, *args, **kwargs)
 
         return seeded
@@ -154,22 +211,26 @@ def _lift(
     return nn.transforms.lift_transform(transform, target)
 
 
-def _describe(
+def _method_arguments(
     method: Callable[..., object],
-    args: Sequence[object],
-    kwargs: dict[str, Any],
     activations: Sequence[str | int] | None,
     static_argnums: Sequence[str | int],
-) -> list[Argument]:
-    """The arguments of a method's call, without the module, which is number 0."""
-    every = (*range(1, len(args) + 1), *kwargs)
-    wanted = every if activations is None else activations
-    return arguments(method, (None, *args), kwargs, wanted, static_argnums)[1:]
+) -> _Describe:
+    """How a method's call is described, without the module, which is number 0."""
+
+    def describe(args: Sequence[object], kwargs: dict[str, Any]) -> list[Argument]:
+        every = (*range(1, len(args) + 1), *kwargs)
+        wanted = every if activations is None else activations
+        return arguments(method, (None, *args), kwargs, wanted, static_argnums)[1:]
+
+    return describe
 
 
-def _place_of(scope: Scope, target: type | Callable[..., object]) -> _Place:
+def _place_of(scope: Scope, target: type | Callable[..., object] | None) -> _Place:
     current, is_initializing = current_path(), scope.get_flag("initializing", False)
-    if isinstance(target, type):  # Linen's own scope for the outermost module
+    if target is None:
+        module = ""
+    elif isinstance(target, type):  # Linen's own scope for the outermost module
         module = scope.name or target.__name__
     else:
         module = scope.name or ""

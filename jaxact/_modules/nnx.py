@@ -8,11 +8,12 @@ submodules and attributes. A module here is any object that NNX updates in place
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 import jax
 from flax import nnx
+from flax.errors import TraceContextError
 
 from jaxact._engine.call import call_compressed, seed_from
 from jaxact._flat import Kind
@@ -66,7 +67,10 @@ def compress_method(
         if rounding_key is None:
             rounding_key = _stream_key(pure.modules)
         place = place_of(pure.modules, is_traced=is_traced((pure.args, pure.kwargs)))
-        with jax.named_scope(place.scope) if place.scope else contextlib.nullcontext():
+        scope = (
+            jax.named_scope(place.scope) if place.scope else contextlib.nullcontext()
+        )
+        with scope, untouched():
             above = current_path()
             if place.above is not None:
                 above = join_paths(place.above, place.scope)
@@ -85,9 +89,9 @@ def compress_method(
     return compressed
 
 
-def takes_part(module: object, position: int) -> bool:
-    """Every one does, as any argument or in one."""
-    return bool(_modules_in(module))
+def takes_part(value: object) -> bool:
+    """Every module does."""
+    return bool(_modules_in(value))
 
 
 def purify(
@@ -136,6 +140,25 @@ def _pure(
             for _ in range(sum(found))
         ),
     )
+
+
+@contextlib.contextmanager
+def untouched() -> Iterator[None]:
+    """A context for a trace.
+
+    Raises:
+      flax.errors.TraceContextError: it changed a module from outside, as NNX says.
+    """
+    try:
+        yield
+    except TraceContextError as error:
+        if not getattr(error, "__notes__", ()):  # a call inside knows more
+            error.add_note(
+                "jaxact: a function changes a module that is none of its arguments, "
+                "such as Dropout's count or BatchNorm's statistics. The module must "
+                "be one: give f = lambda module, x: module(x), called as f(module, x)."
+            )
+        raise
 
 
 def jit(f: Callable[..., object]) -> Any:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxact._flat import Flat
-from jaxact._modules.find import for_state, for_states, for_target
+from jaxact._modules.find import for_state, for_states, for_target, modules_untouched
 from jaxact._trace import Rebuild, arguments, is_array, trace
 
 
@@ -56,7 +56,8 @@ class PureCall:
     def trace(self) -> tuple[Flat, list[jax.Array], Rebuild]:
         """The call as `jaxact._trace.trace` gives it; no argument is a parameter."""
         described = arguments(self.fn, self.args, self.kwargs, None, ())
-        return trace(self.fn, self.args, self.kwargs, described)
+        with modules_untouched():
+            return trace(self.fn, self.args, self.kwargs, described)
 
     def differentiated(
         self, values: Sequence[jax.Array], argnums: int | Sequence[int] | None
@@ -140,7 +141,7 @@ def _require_function(fn: object) -> None:
             "loss, and its arguments after it."
         )
     adapter = for_target(fn)
-    if adapter is not None and for_state(fn) is None and not adapter.takes_part(fn, 0):
+    if adapter is not None and for_state(fn) is None and not adapter.takes_part(fn):
         raise TypeError(
             f"jaxact: got an instance of the Linen module {name}; a function of arrays "
             "is required: give its `apply`, and the variables as the first argument."

@@ -5,6 +5,9 @@ method's own module do, and the gradients are near; or the call is refused with 
 write instead.
 """
 
+import functools
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -53,7 +56,49 @@ def bound_in_compact(wrap):
     return Net()
 
 
-WAYS = [bound_call, bound_method, bound_in_compact]
+class Pair(nn.Module):
+    call: Any
+
+    def setup(self):
+        self.a, self.b = Block(), Block()
+
+    def __call__(self, x):
+        return self.call(self, x)
+
+
+def in_a_list(wrap):
+    run = wrap(lambda modules, x: modules[1](modules[0](x)))
+    return Pair(lambda net, x: run([net.a, net.b], x))
+
+
+def after_an_array(wrap):
+    run = wrap(lambda x, a, b: b(a(x)))
+    return Pair(lambda net, x: run(x, net.a, net.b))
+
+
+def by_keyword(wrap):
+    run = wrap(lambda x, *, modules: modules["b"](modules["a"](x)))
+    return Pair(lambda net, x: run(x, modules={"a": net.a, "b": net.b}))
+
+
+def beside_its_parent(wrap):
+    run = wrap(lambda x, net, a: net.b(a(x)) + net.a(x))
+    return Pair(lambda net, x: run(x, net, net.a))
+
+
+def made_inside(wrap):
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return wrap(lambda x, _: nn.Dense(WIDTH)(Block()(x)))(x, self)
+
+    return Net()
+
+
+WAYS = [
+    *(bound_call, bound_method, bound_in_compact, in_a_list, after_an_array),
+    *(by_keyword, beside_its_parent, made_inside),
+]
 every_way = pytest.mark.parametrize("make", WAYS, ids=lambda make: make.__name__)
 
 
@@ -72,8 +117,12 @@ def test_variables_loss_and_state_keep_every_bit(make):
 
 @pytest.mark.parametrize("make, paths", [
     (bound_call, {"Net/a", "Net/b"}),
-    (bound_method, {"Net.layer/a"}),
+    (bound_method, {"Net/Net.layer", "Net/x"}),
     (bound_in_compact, {"Net/a", "Net/Block_0"}),
+    (in_a_list, {"Pair/a", "Pair/b", "Pair/x"}),
+    (after_an_array, {"Pair/a", "Pair/b", "Pair/x"}),
+    (by_keyword, {"Pair/a", "Pair/b", "Pair/x"}),
+    (made_inside, {"Net/Block_0", "Net/x"}),
 ], ids=lambda value: getattr(value, "__name__", ""))  # fmt: skip
 def test_residuals_are_below_the_path_of_their_module(make, paths):
     net = make(packed)
@@ -99,3 +148,67 @@ def test_apply_of_an_unbound_module_counts_its_own_arguments():
     variables = net.init(jax.random.key(0), x)
     small = jaxact.compress(net.apply, activations=1)
     assert same(small(variables, x), net.apply(variables, x))
+
+
+def closure(net, x):
+    return jaxact.compress(lambda x: net.a(x))(x)
+
+
+def partial(net, x):
+    return jaxact.compress(functools.partial(net.a, train=True))(x)
+
+
+def beside_another(net, x):
+    return jaxact.compress(lambda b, x: b(net.a(x)))(net.b, x)
+
+
+@pytest.mark.parametrize("call", [closure, partial])
+def test_variables_of_a_module_in_a_closure_are_refused(call):
+    with pytest.raises(TypeError, match=r"in params.* compress\(lambda module, x:"):
+        init(Pair(call))
+
+
+def test_a_module_that_is_made_in_a_closure_is_refused():
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return jaxact.compress(lambda x: nn.Dense(WIDTH)(x))(x)
+
+    with pytest.raises(TypeError, match=r"in params.* compress\(lambda module, x:"):
+        init(Net())
+
+
+@pytest.mark.parametrize("call", [closure, partial, beside_another])
+def test_state_of_a_module_in_a_closure_is_refused(call):
+    variables = init(Pair(lambda net, x: net.b(net.a(x))))
+    rngs = {"dropout": jax.random.key(0)}
+    with pytest.raises(TypeError, match="in batch_stats"):
+        Pair(call).apply(variables, data(), rngs=rngs, mutable=["batch_stats"])
+
+
+def test_a_closure_that_only_reads_a_module():
+    def call(net, x):
+        return jaxact.compress(lambda x: net.a(x, train=False))(x)
+
+    wanted = Pair(lambda net, x: net.a(x, train=False))
+    variables = init(wanted)
+    assert same(Pair(call).apply(variables, data()), wanted.apply(variables, data()))
+
+
+def test_positions_count_all_arguments_where_a_module_is_not_the_first():
+    def call(net, x, **options):
+        f = lambda x, scale, net: jnp.sin(net.a(x)) * scale
+        return jaxact.compress(f, **options)(x, jnp.float32(2.0), net)
+
+    variables = init(Pair(call))
+    rngs = {"dropout": jax.random.key(0)}
+
+    def keys(**options):
+        net = Pair(functools.partial(call, **options))
+        loss = lambda v, x: net.apply(v, x, rngs=rngs, mutable=MUTABLE)[0].sum()
+        return {r.key for r in jaxact.residuals(loss, variables, data()).rows}
+
+    assert "Pair/x" in keys(activations=0) and "Pair/x" in keys(activations="x")
+    assert "Pair/x" not in keys(activations="scale")
+    with pytest.raises(ValueError, match="'y' is no argument .*'x', 'scale', 'net'"):
+        keys(activations="y")
