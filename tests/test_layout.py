@@ -22,7 +22,14 @@ def package(name):
 CORE, KERNELS = package("jaxact"), package("jaxact_kernels")
 FLAX = {
     CORE / "_modules" / f"{name}.py"
-    for name in ("linen", "linen_leaks", "nnx", "nnx_paths", "nnx_structure")
+    for name in (
+        "linen",
+        "linen_leaks",
+        "nnx",
+        "nnx_paths",
+        "nnx_structure",
+        "nnx_subclass",
+    )
 }
 
 

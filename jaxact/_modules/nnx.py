@@ -22,6 +22,7 @@ from jaxact._jaxpr.labels import current_path
 from jaxact._modules.adapter import NOISE_STREAM, require_call
 from jaxact._modules.nnx_paths import place_of, submodules_named
 from jaxact._modules.nnx_structure import copies, refuse_references, split, write
+from jaxact._modules.nnx_subclass import subclass
 from jaxact._modules.original import original_of, remember
 from jaxact._modules.pickling import make_picklable
 from jaxact._modules.pure import PureCall
@@ -190,9 +191,7 @@ def _compress_class(
         "__qualname__": target.__qualname__,
         "__doc__": target.__doc__,
     }
-    is_pytree = getattr(target, "_pytree__is_pytree", True)
-    options = {} if is_pytree else {"pytree": False}  # which is not inherited
-    compressed = type(target)(target.__name__, (target,), body, **options)
+    compressed = subclass(target, body)
     remember(compressed, target, None, static_argnums)
     make_picklable(compressed, compress, target, policy, static_argnums)
     return compressed
