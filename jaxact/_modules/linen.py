@@ -31,6 +31,7 @@ T = TypeVar("T")
 
 # A call's arguments, by its positional and keyword ones.
 _Describe: TypeAlias = Callable[[Sequence[object], dict[str, Any]], list[Argument]]
+_NAME = "_jaxact_name"  # a keyword, beside the user's
 _VARIABLES = [Argument(name, Kind.PARAMETER) for name in ("variables", "rngs")]
 
 
@@ -198,17 +199,35 @@ def _lift(
             scopes: object,
             *args: object,
             rounding_key: jax.Array | None = None,
-            **kwargs: object,
+            **kwargs: Any,
         ) -> Any:
+            name = kwargs.pop(_NAME)
             if not (found := jax.tree.leaves(scopes)):  # not bound: Linen says so
                 return fn(scopes, *args, **kwargs)
             key = _stream_key(found) if rounding_key is None else rounding_key
-            place = _place_of(found[0], target if is_method else None)
+            place = _place_of(found[-1], name, target if is_method else None)
             return lifted(scopes, seed_from(key), place, *args, **kwargs)
 
         return seeded
 
-    return nn.transforms.lift_transform(transform, target)
+    lifted = nn.transforms.lift_transform(transform, target)
+    if not isinstance(target, type):
+        return _with_name(lifted)
+    lifted.__call__ = _with_name(lifted.__call__)
+    return lifted
+
+
+def _with_name(call: Callable[..., object]) -> Callable[..., object]:
+    """A lifted call that is told its module's name, which scopes need not have.
+
+    By `nn.share_scope` modules are in another's.
+    """
+
+    @functools.wraps(call)
+    def named(self: nn.Module, *args: object, **kwargs: object) -> object:
+        return call(self, *args, **kwargs, **{_NAME: self.name})
+
+    return named
 
 
 def _method_arguments(
@@ -226,18 +245,20 @@ def _method_arguments(
     return describe
 
 
-def _place_of(scope: Scope, target: type | Callable[..., object] | None) -> _Place:
+def _place_of(
+    scope: Scope, name: str | None, target: type | Callable[..., object] | None
+) -> _Place:
     current, is_initializing = current_path(), scope.get_flag("initializing", False)
     if target is None:
         module = ""
     elif isinstance(target, type):  # Linen's own scope for the outermost module
-        module = scope.name or target.__name__
+        module = name or target.__name__
     else:
-        module = scope.name or ""
+        module = name or ""
         above, _, last = current.rpartition("/")
         # Around a method Linen has opened the scope that it opens again inside.
-        name = getattr(target, "__name__", "")
-        if last and last.endswith(module if name == "__call__" else f".{name}"):
+        method = getattr(target, "__name__", "")
+        if last and last.endswith(module if method == "__call__" else f".{method}"):
             current, module = above, last
     return _Place(module, _path_above(scope.path[:-1], current), is_initializing)
 

@@ -212,3 +212,51 @@ def test_positions_count_all_arguments_where_a_module_is_not_the_first():
     assert "Pair/x" not in keys(activations="scale")
     with pytest.raises(ValueError, match="'y' is no argument .*'x', 'scale', 'net'"):
         keys(activations="y")
+
+
+class Base(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return jnp.tanh(nn.Dense(WIDTH)(x))
+
+
+class LoRA(nn.Module):
+    """A layer around another that it is given, in whose scope it puts its own."""
+
+    base: nn.Module
+    shared: bool = True
+
+    def setup(self):
+        if self.shared:
+            nn.share_scope(self, self.base)
+
+    def compute(self, x):
+        return jnp.tanh(self.base(x) + x)
+
+    def __call__(self, x):
+        return self.compute(x)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("call", [
+    lambda layer, x: layer(x),
+    lambda layer, x: jaxact.compress(layer.compute)(x),
+    lambda layer, x: jaxact.compress(LoRA.__call__)(layer, x),
+], ids=["class", "method", "function"])  # fmt: skip
+def test_a_layer_around_a_given_one_has_its_own_path(call, shared):
+    class Net(nn.Module):
+        layer: Any = jaxact.compress(LoRA)
+
+        @nn.compact
+        def __call__(self, x):
+            for name in ("l0", "l1"):
+                x = call(self.layer(Base(), shared, name=name), x)
+            return x
+
+    net = Net()
+    variables = net.init(jax.random.key(0), data())
+    loss = lambda v, x: net.apply(v, x).sum()
+    keys = [r.key for r in jaxact.residuals(loss, variables, data()).rows]
+    for name in ("l0", "l1"):
+        assert f"Net/{name}/x" in keys
+    assert all(k.startswith(("Net/l0", "Net/l1")) for k in keys)
