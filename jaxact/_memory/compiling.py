@@ -12,6 +12,7 @@ from jax.experimental import topologies
 from jax.stages import Compiled, Traced
 
 from jaxact._memory.targets import gpu_of
+from jaxact._modules.as_argument import with_module
 from jaxact._modules.find import for_states
 from jaxact_kernels import device as kernel_device
 
@@ -46,6 +47,7 @@ def trace_and_compile(
     options: dict[str, Any] | None = None,
 ) -> tuple[Traced, Compiled]:
     """The traced step and the compiled one, as `compile_step`."""
+    step, args = with_module(step, args)
     traceable = _traceable(step, args, kwargs)
     if target is None:
         traced = traceable.trace(*args, **kwargs)
@@ -64,6 +66,7 @@ def trace(
     step: Callable[..., object], args: Sequence[object], kwargs: dict[str, Any]
 ) -> Traced:
     """The step traced for the local backend."""
+    step, args = with_module(step, args)
     return _own(_traceable(step, args, kwargs).trace(*args, **kwargs))
 
 

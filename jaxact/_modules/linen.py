@@ -32,6 +32,7 @@ T = TypeVar("T")
 # A call's arguments, by its positional and keyword ones.
 _Describe: TypeAlias = Callable[[Sequence[object], dict[str, Any]], list[Argument]]
 _NAME = "_jaxact_name"  # a keyword, beside the user's
+_EVERYTHING = ((True,), (True,), (True,))  # variables in and out, RNG streams
 _VARIABLES = [Argument(name, Kind.PARAMETER) for name in ("variables", "rngs")]
 
 
@@ -191,8 +192,7 @@ def _lift(
                     path=place.module,
                 )
 
-        lift_all = ((True,), (True,), (True,))
-        lifted = lift.pack(body, *lift_all, name="compress", enable_kwargs=True)
+        lifted = lift.pack(body, *_EVERYTHING, name="compress", enable_kwargs=True)
 
         # The seed is drawn outside: a lifted function does not return RNG counters.
         def seeded(
@@ -210,24 +210,24 @@ def _lift(
 
         return seeded
 
-    lifted = nn.transforms.lift_transform(transform, target)
-    if not isinstance(target, type):
-        return _with_name(lifted)
-    lifted.__call__ = _with_name(lifted.__call__)
-    return lifted
+    return _with_name(nn.transforms.lift_transform(transform, target))
 
 
-def _with_name(call: Callable[..., object]) -> Callable[..., object]:
-    """A lifted call that is told its module's name, which scopes need not have.
+def _with_name(lifted: Any) -> Any:
+    """A lifted class or method whose call is told its module's name.
 
-    By `nn.share_scope` modules are in another's.
+    Scopes need not have it: by `nn.share_scope` modules are in another's.
     """
+    call = lifted.__call__ if isinstance(lifted, type) else lifted
 
     @functools.wraps(call)
     def named(self: nn.Module, *args: object, **kwargs: object) -> object:
         return call(self, *args, **kwargs, **{_NAME: self.name})
 
-    return named
+    if not isinstance(lifted, type):
+        return named
+    lifted.__call__ = named
+    return lifted
 
 
 def _method_arguments(

@@ -153,7 +153,8 @@ def untouched() -> Iterator[None]:
     try:
         yield
     except TraceContextError as error:
-        if not getattr(error, "__notes__", ()):  # a call inside knows more
+        notes = getattr(error, "__notes__", ())
+        if not any(note.startswith("jaxact") for note in notes):  # one is said once
             error.add_note(
                 "jaxact: a function changes a module that is none of its arguments, "
                 "such as Dropout's count or BatchNorm's statistics. The module must "

@@ -1,6 +1,7 @@
 """A call that modules may take part in, as one with arrays alone."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, SupportsIndex
 
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxact._flat import Flat
+from jaxact._modules.as_argument import with_module
 from jaxact._modules.find import for_state, for_states, for_target, modules_untouched
 from jaxact._trace import Rebuild, arguments, is_array, trace
 
@@ -21,7 +23,8 @@ class PureCall:
         to the user's result and the state after.
       args, kwargs: for `fn`; each module is None in them.
       modules: that hold arrays, in the user's call; empty where `fn` is the user's.
-      positions: of each module's argument in the user's call; -1 for a keyword.
+      positions: of each module's argument in `args`; -1 for a keyword.
+      num_called: how many of the positional arguments are the module that is called.
     """
 
     fn: Callable[..., Any]
@@ -29,17 +32,19 @@ class PureCall:
     kwargs: dict[str, Any]
     modules: tuple[object, ...] = ()
     positions: tuple[int, ...] = ()
+    num_called: int = 0
 
     @property
     def num_positional(self) -> int:
         """How many positional arguments the user's call has."""
-        return len(self.args) - (2 if self.modules else 0)
+        return len(self.args) - (2 if self.modules else 0) - self.num_called
 
     @property
     def owners(self) -> list[int]:
         """For each array, its argument's position in the user's call.
 
-        A module owns its parameters. -1: other state, and keyword arguments.
+        A module owns its parameters. -1: other state, keyword arguments, and the module
+        that is called.
         """
         owned = [*enumerate(self.args), (-1, self.kwargs)]
         if self.modules:
@@ -51,7 +56,12 @@ class PureCall:
                 if number in params
             ]
             owned = [*parts, (-1, state), *enumerate(args), (-1, self.kwargs)]
-        return [n for n, tree in owned for x in jax.tree.leaves(tree) if is_array(x)]
+        return [
+            max(n - self.num_called, -1)
+            for n, tree in owned
+            for x in jax.tree.leaves(tree)
+            if is_array(x)
+        ]
 
     def trace(self) -> tuple[Flat, list[jax.Array], Rebuild]:
         """The call as `jaxact._trace.trace` gives it; no argument is a parameter."""
@@ -99,18 +109,35 @@ class PureCall:
 
 
 def pure_call(
-    fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    part: Callable[[Any], Any] | None = None,
 ) -> PureCall:
-    """`fn(*args, **kwargs)`, ready to be traced.
+    """`fn(*args, **kwargs)`, ready to be traced; or the `part` that is wanted.
 
     Raises:
       TypeError: `fn` is no function of arrays.
     """
     _require_function(fn)
-    adapter = for_states((*args, *kwargs.values()))
+    fn, every = with_module(fn, args)
+    if part is not None:
+        fn = _with_part(fn, part)
+    adapter = for_states((*every, *kwargs.values()))
     if adapter is None:
-        return PureCall(fn, args, kwargs)
-    return adapter.purify(fn, args, kwargs)
+        return PureCall(fn, every, kwargs)
+    call = adapter.purify(fn, every, kwargs)
+    return dataclasses.replace(call, num_called=len(every) - len(args))
+
+
+def _with_part(
+    fn: Callable[..., Any], part: Callable[[Any], Any]
+) -> Callable[..., Any]:
+    @functools.wraps(fn)
+    def result(*args: Any, **kwargs: Any) -> Any:
+        return part(fn(*args, **kwargs))
+
+    return result
 
 
 def first_of(result: Any, call: str) -> Any:

@@ -1,7 +1,6 @@
 """List a function's residuals and their bytes, without running anything."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -59,7 +58,7 @@ def residuals(
     """
     if policy is not None:
         fn = compress(fn, policy=checked_policy("jaxact.residuals(policy=", policy))
-    call = pure_call(_without_aux(fn) if has_aux else fn, args, kwargs)
+    call = pure_call(fn, args, kwargs, _without_aux if has_aux else None)
     flat, values, _ = call.trace()
     if argnums == ():
         return step_residuals(without_unused(flat.jaxpr))
@@ -79,9 +78,5 @@ def residuals(
     return dataclasses.replace(table, checkpointed=recomputed)
 
 
-def _without_aux(fn: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(fn)
-    def result(*args: Any, **kwargs: Any) -> Any:
-        return first_of(fn(*args, **kwargs), "residuals")
-
-    return result
+def _without_aux(result: Any) -> Any:
+    return first_of(result, "residuals")
