@@ -329,20 +329,23 @@ def arguments(
     """Describe a plain function call's arguments.
 
     Args:
-      activations, static_argnums: names and positions, see `as_tuple`.
+      activations, static_argnums: names and positions, see `as_tuple`. The name for
+        all further positional arguments, `xs` in f(x, *xs), stands for each.
 
     Raises:
       ValueError: `activations` or `static_argnums` name an argument that the call
         does not have.
     """
-    positional, keyword = _parameters(f)
-    unnamed = [f"args[{i}]" for i in range(len(positional), len(args))]
+    positional, others, keyword = _parameters(f)
+    unnamed = [f"{others or 'args'}[{i}]" for i in range(len(args) - len(positional))]
     labels = [*(positional + unnamed)[: len(args)], *kwargs]
     known = list(dict.fromkeys([*labels, *positional, *keyword]))
+    positions = range(-len(args), len(known))
+    known += [others] if others else []
     given = {"activations": activations or (), "static_argnums": static_argnums}
     for option, names in given.items():
         for a in names:
-            if a not in known and a not in range(-len(args), len(known)):
+            if a not in known and a not in positions:
                 raise ValueError(
                     f"compress({option}=...): {a!r} is no argument of "
                     f"{getattr(f, '__name__', f)}, whose arguments are {known}. "
@@ -354,6 +357,8 @@ def arguments(
         names = {label, position}
         if number < len(args):
             names.add(number - len(args))
+            if number >= len(positional):
+                names.add(others)
         is_static = not names.isdisjoint(static_argnums)
         if activations is None:
             return Argument(label, Kind.UNKNOWN, is_static)
@@ -363,17 +368,19 @@ def arguments(
     return [argument(i, label) for i, label in enumerate(labels)]
 
 
-def _parameters(f: Callable[..., object]) -> tuple[list[str], list[str]]:
-    """The positional and the keyword-only parameters' names."""
+def _parameters(f: Callable[..., object]) -> tuple[list[str], str, list[str]]:
+    """The names: positional ones, the one for all further ones, keyword-only ones."""
     try:
         parameters = inspect.signature(f).parameters.values()
     except (TypeError, ValueError):  # builtins have no signature
-        return [], []
+        return [], "", []
     positional = (
         inspect.Parameter.POSITIONAL_ONLY,
         inspect.Parameter.POSITIONAL_OR_KEYWORD,
     )
+    others = [p.name for p in parameters if p.kind is inspect.Parameter.VAR_POSITIONAL]
     return (
         [p.name for p in parameters if p.kind in positional],
+        others[0] if others else "",
         [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY],
     )
