@@ -29,6 +29,7 @@ from jaxact._codec import Exact
 from jaxact._codec.checks import checked_key
 from jaxact._decision import Decision
 from jaxact._engine.checkpointed import checkpointed
+from jaxact._engine.checks import noting_checks
 from jaxact._engine.custom_rule import with_rule
 from jaxact._engine.lines import user_line
 from jaxact._engine.number import Site, number_in_trace
@@ -253,7 +254,8 @@ class _Rule:
     def __call__(self, draw: Draw, values: Sequence[Array]) -> list[jax.Array]:
         call = with_rule(self.primal, self.forward, self.backward)
         try:
-            return call(draw, *values)
+            with noting_checks(self.flat.jaxpr):
+                return call(draw, *values)
         except TypeError as error:
             # Forward mode evaluates `forward`; then JAX refuses the tangents. After a
             # jit around the call it does so elsewhere, in words of its own.
