@@ -109,8 +109,13 @@ def _call_beside(
     whose module, the outermost one, is an argument more.
     """
 
-    def method(_: object, *args: object, **kwargs: object) -> object:
+    bound = [m for x in (*args, *kwargs.values()) for m in _leaves(x) if _is_bound(m)]
+    outermost = min(bound, key=lambda module: len(module.path))
+    _refuse_holders([m for m in bound if m is not outermost])
+
+    def method(module: object, *args: object, **kwargs: object) -> object:
         unnamed.close()
+        args, kwargs = _replaced(_MODULE, module, args, kwargs)
         return f(*args, **kwargs)
 
     def describe(args: Sequence[object], kwargs: dict[str, Any]) -> list[Argument]:
@@ -118,13 +123,46 @@ def _call_beside(
         return arguments(f, args, kwargs, wanted, static_argnums)
 
     functools.update_wrapper(method, f, updated=())
-    bound = [m for x in (*args, *kwargs.values()) for m in _leaves(x) if _is_bound(m)]
-    outermost = min(bound, key=lambda module: len(module.path))
+    args, kwargs = _replaced(outermost, _MODULE, args, kwargs)
     with contextlib.ExitStack() as unnamed:
         # The call belongs to none, so it opens no scope with a module's name.
         unnamed.enter_context(nn.override_named_call(False))
         lifted = _lift(method, describe, policy, is_method=False)
         return lifted(outermost, *args, **kwargs)
+
+
+_MODULE = object()  # in the place that a call's module has among the other arguments
+
+
+def _replaced(
+    old: object, new: object, args: Sequence[object], kwargs: dict[str, Any]
+) -> tuple[tuple[object, ...], dict[str, Any]]:
+    """The arguments with `new` in place where a leaf is `old`."""
+
+    def fill(value: object) -> object:
+        if not any(leaf is old for leaf in _leaves(value)):
+            return value
+        return jax.tree.map(lambda leaf: new if leaf is old else leaf, value)
+
+    return tuple(map(fill, args)), {name: fill(x) for name, x in kwargs.items()}
+
+
+def _refuse_holders(modules: Sequence[nn.Module]) -> None:
+    """Refuse modules that Linen cannot pass into a lifted call.
+
+    Raises:
+      TypeError: one has a field with a bound module, whose variables would be lost.
+    """
+    for module in modules:
+        fields = [f.name for f in dataclasses.fields(module) if f.name != "parent"]
+        for name in fields:
+            if any(map(_is_bound, _leaves(getattr(module, name, None)))):
+                raise TypeError(
+                    f"jaxact: the argument {type(module).__name__} of a compressed "
+                    f"function has a module in its field {name}; as one among several "
+                    "modules, Linen cannot pass it. Give the module that has them all: "
+                    "compress(lambda module, x: ...)(self, x)."
+                )
 
 
 def _is_bound(value: object) -> bool:

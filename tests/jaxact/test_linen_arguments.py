@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxact
-from support.linen_modules import MUTABLE, Block, in_mode, init, same
+from support.linen_modules import MUTABLE, Block, Holder, in_mode, init, same
 from support.programs import relative_error
 from support.wrapping import WIDTH, data, exact, packed, plain
 
@@ -86,6 +86,17 @@ def beside_its_parent(wrap):
     return Pair(lambda net, x: run(x, net, net.a))
 
 
+def holding_another(wrap):
+    class Net(nn.Module):
+        def setup(self):
+            self.a, self.b = Holder(Block()), Block()
+
+        def __call__(self, x):
+            return wrap(lambda x, a: a(x))(self.b(x), self.a)
+
+    return Net()
+
+
 def made_inside(wrap):
     class Net(nn.Module):
         @nn.compact
@@ -97,7 +108,7 @@ def made_inside(wrap):
 
 WAYS = [
     *(bound_call, bound_method, bound_in_compact, in_a_list, after_an_array),
-    *(by_keyword, beside_its_parent, made_inside),
+    *(by_keyword, beside_its_parent, holding_another, made_inside),
 ]
 every_way = pytest.mark.parametrize("make", WAYS, ids=lambda make: make.__name__)
 
@@ -160,6 +171,20 @@ def partial(net, x):
 
 def beside_another(net, x):
     return jaxact.compress(lambda b, x: b(net.a(x)))(net.b, x)
+
+
+def test_a_module_that_holds_another_beside_a_second_one_is_refused():
+    def call(net, x):
+        holder = Holder(net.a, parent=net, name="holder")
+        return jaxact.compress(lambda x, b, h: b(h(x)))(x, net.b, holder)
+
+    class Net(Pair):
+        @nn.compact
+        def __call__(self, x):
+            return call(self, x)
+
+    with pytest.raises(TypeError, match=r"Holder of .* field inner;.*\(self, x\)"):
+        init(Net(None))
 
 
 @pytest.mark.parametrize("call", [closure, partial])
