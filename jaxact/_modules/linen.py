@@ -58,7 +58,8 @@ def compress(target: T, policy: Policy, static_argnums: Sequence[str | int]) -> 
         raise TypeError(
             f"compress({type(target).__name__}(...)): a Linen module instance. "
             f"Compress its class and make an instance of that: "
-            f"compress({type(target).__name__})(...)."
+            f"compress({type(target).__name__})(...). Inside another module's call, "
+            "compress the method: compress(self.block.__call__)(x)."
         )
     require_call(target)
     plain = _without_inherited(target)
