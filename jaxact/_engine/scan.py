@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
@@ -196,4 +197,14 @@ def rebuild(
         reverse=eqn.params["reverse"],
         unroll=eqn.params["unroll"],
     )
-    return [*carry, *ys]
+    return [_without_tangent(x) for x in (*carry, *ys)]
+
+
+def _without_tangent(x: jax.Array) -> jax.Array:
+    """`x`; an integer by an operation that has no derivative, and that XLA drops.
+
+    A scan whose body has a custom rule gives integers tangents, of type float0, which
+    `lax.cummax` and `jnp.prod` cannot take.
+    """
+    is_integer = jnp.issubdtype(x.dtype, jnp.integer)
+    return lax.bitwise_or(x, lax.full_like(x, 0)) if is_integer else x

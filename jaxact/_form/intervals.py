@@ -25,7 +25,13 @@ from jaxact._jaxpr.primitives import (
     SELECTIONS,
     TRANSPARENT,
 )
-from jaxact._jaxpr.read import call_body, is_literal, is_square
+from jaxact._jaxpr.read import (
+    call_body,
+    is_float,
+    is_literal,
+    is_square,
+    loses_precision,
+)
 from jaxact._jaxpr.types import Atom, Eqn, Jaxpr, Producers, Var
 
 Interval: TypeAlias = tuple[float, float]
@@ -70,7 +76,7 @@ def find_intervals(
                 interval = _both(interval, (-math.inf, 0.0))
             if _is_share(eqn, operands, producers):
                 interval = _both(interval, (0.0, 1.0))
-            interval = _in_dtype(interval, eqn)
+            interval = _in_dtype(interval, eqn, operands)
             if interval != REALS:
                 intervals.update(dict.fromkeys(parts, interval))
     return intervals
@@ -92,6 +98,8 @@ def _result(eqn: Eqn, operands: Sequence[Interval]) -> Interval:
         return _RANGES[name]
     if name == "random_gamma" and not eqn.params["log_space"]:
         return 0.0, math.inf
+    if loses_precision(eqn):  # it may round 15 to 16
+        return _sum_of_products(operands[:1])
     if name in MOVES | SELECTIONS | _CHOSEN:
         return operands[0]
     if name in ("argmax", "argmin"):
@@ -107,7 +115,7 @@ def _result(eqn: Eqn, operands: Sequence[Interval]) -> Interval:
     if is_square(eqn):
         return _square(operands[0])
     if name == "integer_pow" and eqn.params["y"] > 0:
-        return _square(operands[0]) if eqn.params["y"] % 2 == 0 else REALS
+        return _power(operands[0], eqn.params["y"])
     if name in ("reduce_sum", "reduce_window_sum", "cumsum", "dot_general"):
         return _sum_of_products(operands)
     if name in SCATTERS:  # of updates, to an array
@@ -122,7 +130,7 @@ def _from_inside(eqn: Eqn, intervals: Mapping[Var, Interval]) -> dict[Var, Inter
     body, first = call_body(eqn) or custom_vjp_body(eqn), 0
     if eqn.primitive.name == "scan":
         body, first, given = eqn.params["jaxpr"], scan_counts(eqn)[1], []
-    if eqn.primitive.name in TRANSPARENT:
+    if eqn.primitive.name in TRANSPARENT and not loses_precision(eqn):
         own = given
     elif body is not None:
         program, _ = open_jaxpr(body)
@@ -132,15 +140,23 @@ def _from_inside(eqn: Eqn, intervals: Mapping[Var, Interval]) -> dict[Var, Inter
     return {v: interval for v, interval in pairs if interval != REALS}
 
 
-def _in_dtype(interval: Interval, eqn: Eqn) -> Interval:
+def _in_dtype(interval: Interval, eqn: Eqn, operands: Sequence[Interval]) -> Interval:
     """What holds an equation's results, given what holds them as real numbers.
 
-    Integers that are divided or converted lose their fraction, those beyond the dtype's
-    range wrap around, and a gather may fill in its least or its largest number.
+    Integers lose the fraction of a quotient, and those beyond the dtype's range wrap
+    around. They are packed into the bits that hold their interval, which has no margin.
+    So nothing is told of those that are rounded floats, quotients by what may be zero,
+    or from a gather that may fill in its least or its largest number.
     """
     dtype, params = eqn.outvars[0].aval.dtype, eqn.params
+    if dtype == jnp.bool_ and interval != (0.0, 0.0):  # any other number is true
+        return 0.0, 1.0
     if not jnp.issubdtype(dtype, jnp.integer):
         return interval
+    is_cast = eqn.primitive.name == "convert_element_type" and is_float(eqn.invars[0])
+    is_quotient = eqn.primitive.name == "div"
+    if is_cast or (is_quotient and operands[1][0] <= 0 <= operands[1][1]):
+        return REALS
     if params.get("mode") is lax.GatherScatterMode.FILL_OR_DROP:
         return REALS
     limits = jnp.iinfo(dtype)
@@ -246,6 +262,14 @@ def _absolute(x: Interval) -> Interval:
 def _square(x: Interval) -> Interval:
     lo, hi = _absolute(x)
     return lo * lo, hi * hi
+
+
+def _power(x: Interval, y: int) -> Interval:
+    lo, hi = _absolute(x) if y % 2 == 0 else x
+    try:
+        return lo**y, hi**y
+    except OverflowError:
+        return REALS
 
 
 def _sum_of_products(operands: Sequence[Interval]) -> Interval:

@@ -3,9 +3,11 @@
 import dataclasses
 from typing import TypeAlias
 
+from jax.dtypes import float0
+
 from jaxact._jaxpr.primitives import MOVES
 from jaxact._jaxpr.read import is_literal
-from jaxact._jaxpr.types import Atom, Eqn, Var
+from jaxact._jaxpr.types import Atom, Eqn, Literal, Var
 
 # Where an array is zero: where a mask has this value.
 Zeros: TypeAlias = tuple[Var, bool]
@@ -85,9 +87,14 @@ class Masks:
                 self.same[out] = self.integers[x], bool(eqn.invars[1].val)
 
     def _is_zero(self, x: Atom) -> bool:
-        return not x.val if is_literal(x) else x in self.zeros
+        return _is_in((0,), x) if is_literal(x) else x in self.zeros
 
     def _is_number(self, x: Atom) -> bool:
         if is_literal(x):
-            return x.val in (0, 1)
+            return _is_in((0, 1), x)
         return x.aval.dtype == bool or x in self.numbers
+
+
+def _is_in(numbers: tuple[int, ...], x: Literal) -> bool:
+    """Whether it is one of these: an integer's tangent, of no type, is none."""
+    return x.aval.dtype != float0 and x.val in numbers

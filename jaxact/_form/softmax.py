@@ -30,6 +30,7 @@ from jaxact._jaxpr.primitives import CASTS, COPIES, LABELS, RESHAPES, WITH_POLES
 from jaxact._jaxpr.read import (
     is_literal,
     keeps_elements,
+    loses_precision,
     names_inside,
     producers_of,
     readers_of,
@@ -120,6 +121,9 @@ def _softmax(quotient: Eqn, producers: Producers) -> Softmax | None:
     if not _puts_back(back[::-1], axes, whole):
         return None
     eqns = (exponential, *moves, *casts[::-1], sums, *back[::-1], quotient)
+    # Of integers the sum has no derivative, and of float8 a rounded one.
+    if any(map(loses_precision, eqns)):
+        return None
     return Softmax(eqns, axes, moves)
 
 

@@ -32,6 +32,23 @@ def filled(x):
     return jnp.take(expert(x).reshape(-1), places, mode="fill", fill_value=50)
 
 
+def fourth(x):
+    """0, 1, 16, 81: no square of 0 to 3."""
+    return jax.lax.cummax(expert(x, count=4) ** 4, axis=1)
+
+
+def true(x):
+    """-1 or 0: any number but 0 is true."""
+    negative = jax.lax.convert_element_type(-expert(x, count=4), bool)
+    return jax.lax.cummin(-negative.astype(jnp.int32), axis=1)
+
+
+def float8(x):
+    """Of 15 in a float8 there is 16."""
+    x = jnp.clip(16 * jnp.abs(x), 0, 15).astype(jnp.float8_e5m2)
+    return jax.lax.cummax(x.astype(jnp.int32), axis=1)
+
+
 def many(x):
     return expert(x, count=300)
 
@@ -52,7 +69,9 @@ def rows_of(integers, policy):
     return [row for row in rows if row.dtype.kind in "iu"]
 
 
-@pytest.mark.parametrize("integers", [expert, wrapped, filled, many])
+@pytest.mark.parametrize(
+    "integers", [expert, wrapped, filled, fourth, true, float8, many]
+)
 def test_gradients_are_the_same_bits(integers):
     gradient = lambda f: jax.jit(jax.grad(f, argnums=1))(X, X)
     f = look_up(integers)

@@ -212,3 +212,17 @@ def test_stopped_exponentials_over_their_sums():
         return x * (a / a.sum(-1, keepdims=True))
 
     assert gradient_error(f, X, policy=jaxact.Policy(8)) < 0.02
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.float8_e4m3fn])
+@pytest.mark.parametrize("is_inside", [False, True], ids=["sums", "elements"])
+def test_sums_that_are_rounded_are_no_softmax(dtype, is_inside):
+    """JAX has no derivative of an integer, and rounds that of a float8."""
+
+    def f(x):
+        e = jnp.exp(x)
+        rounded = lambda x: x.astype(dtype).astype(jnp.float32)
+        sums = (rounded(e) if is_inside else e).sum(-1, keepdims=True)
+        return jnp.sin(e / (sums if is_inside else rounded(sums)))
+
+    assert gradient_error(f, X, policy=jaxact.Policy(8)) < 0.02
