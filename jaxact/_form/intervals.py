@@ -67,6 +67,8 @@ def find_intervals(
         intervals.update(_from_inside(eqn, intervals))
         # The others that sort and top_k have are indices.
         parts = eqn.outvars if eqn.primitive.name in SELECTIONS else eqn.outvars[:1]
+        if not parts:  # an effect
+            continue
         if parts == eqn.outvars or eqn.primitive.name in _CHOSEN:
             operands = [interval_of(v, intervals) for v in eqn.invars]
             if eqn.primitive.name == "select_n":
