@@ -53,6 +53,11 @@ REDUCTIONS = expressions(
     lax.reduce({x}, jnp.zeros((), {x}.dtype), lax.add, (0,))
     jnp.corrcoef({x}.reshape({lead}, -1)[:4] + 0.1 * jnp.eye(4, {x}.size // {lead}))
     jnp.argmax({x}, -1).astype(jnp.float32)[..., None] * 0.1 + {x}
+    lax.cummax(jnp.where({x} > 0, 3, 1) ** 4, axis=0).astype({x}.dtype) * 0.01 * {x}
+    jnp.take_along_axis({x}, lax.cummin(jnp.where({x} > 0, 7, 2), axis=0), -1)
+    jnp.take_along_axis({x}, jnp.uint8(250) + lax.cummax(jnp.where({x} > 0, jnp.uint8(9), jnp.uint8(6)), axis=0), -1)
+    centered_tangent({x}) * jnp.tanh({x})
+    ranked_gradient(jnp.tanh({x}))
     """,
     takes=long,
 )
@@ -84,6 +89,11 @@ NORMS = expressions(
     {x} / ({x}.sum(-1, keepdims=True) ** 2 + 1)
     {x} / (jnp.abs({x}).sum(-1, keepdims=True) + 0.1)
     {x} / jnp.max(jnp.abs({x}) + 0.1, axis=-1, keepdims=True)
+    ({x} - 0.5 * jnp.broadcast_to({x}.mean(-1, keepdims=True), {x}.shape)) * lax.rsqrt({x}.var(-1, keepdims=True) + 1e-2)
+    ({x} - {x}.mean(-1, keepdims=True) ** 2) / jnp.sqrt({x}.var(-1, keepdims=True) + 1e-2)
+    (lambda e: e / e.sum(-1, keepdims=True))(jnp.exp({x})[..., 1:])
+    (lambda e: {x} * (e / e.sum(-1, keepdims=True)))(lax.stop_gradient(jnp.exp({x})))
+    (lambda e: e / (1 + e.sum(-1, keepdims=True)))(jnp.exp({x}))
     """,
     takes=long,
 )

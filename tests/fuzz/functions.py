@@ -54,6 +54,27 @@ def _ratio_jvp(primals, tangents):
     return x / y, dx / y - jnp.where(x == zero, zero, dy * x / y / y)
 
 
+@jax.custom_jvp
+def centered_tangent(x):
+    return x * 1
+
+
+@centered_tangent.defjvp
+def _centered_tangent_jvp(primals, tangents):
+    (x,), (t,) = primals, tangents
+    return x * 1, t - 0.5 * t.mean(-1, keepdims=True)
+
+
+@jax.custom_vjp
+def ranked_gradient(x):
+    return x * 1
+
+
+ranked_gradient.defvjp(
+    lambda x: (x * 1, None), lambda _, g: (g - 0.1 * g.max(-1, keepdims=True),)
+)
+
+
 @jax.custom_vjp
 def clipped_gradient(x):
     return x * 1
