@@ -111,8 +111,15 @@ def _call_beside(
     """
 
     bound = [m for x in (*args, *kwargs.values()) for m in _leaves(x) if _is_bound(m)]
-    outermost = min(bound, key=lambda module: len(module.path))
-    _refuse_holders([m for m in bound if m is not outermost])
+    # Linen passes modules that hold others as the first one alone.
+    outermost = min(bound, key=lambda module: (len(module.path), not _holds(module)))
+    if any(_holds(module) for module in bound if module is not outermost):
+        # It may read variables; `untouched` refuses to make or change them.
+        rounding_key = kwargs.pop("rounding_key", None)
+        described = arguments(f, args, kwargs, activations, static_argnums)
+        seed = seed_from(rounding_key)
+        with untouched():
+            return call_compressed(f, args, kwargs, described, policy, seed)
 
     def method(module: object, *args: object, **kwargs: object) -> object:
         unnamed.close()
@@ -148,22 +155,11 @@ def _replaced(
     return tuple(map(fill, args)), {name: fill(x) for name, x in kwargs.items()}
 
 
-def _refuse_holders(modules: Sequence[nn.Module]) -> None:
-    """Refuse modules that Linen cannot pass into a lifted call.
-
-    Raises:
-      TypeError: one has a field with a bound module, whose variables would be lost.
-    """
-    for module in modules:
-        fields = [f.name for f in dataclasses.fields(module) if f.name != "parent"]
-        for name in fields:
-            if any(map(_is_bound, _leaves(getattr(module, name, None)))):
-                raise TypeError(
-                    f"jaxact: the argument {type(module).__name__} of a compressed "
-                    f"function has a module in its field {name}; as one among several "
-                    "modules, Linen cannot pass it. Give the module that has them all: "
-                    "compress(lambda module, x: ...)(self, x)."
-                )
+def _holds(module: nn.Module) -> bool:
+    """Whether a field has a bound module."""
+    names = [f.name for f in dataclasses.fields(module) if f.name != "parent"]
+    fields = [getattr(module, name, None) for name in names]
+    return any(map(_is_bound, _leaves(fields)))
 
 
 def _is_bound(value: object) -> bool:

@@ -20,7 +20,7 @@ def subclass(target: type, body: dict[str, Any]) -> type:
     hooked = any("__init_subclass__" in vars(cls) for cls in above)
     try:
         if hooked:
-            made = type(target)(name, (_NoHooks, target), body)
+            made = type(target)(name, (_no_hooks(), target), body)
         else:
             made = type(target)(name, (target,), body, **options)
     except TypeError as error:
@@ -34,15 +34,21 @@ def subclass(target: type, body: dict[str, Any]) -> type:
     return made
 
 
-class _NoHooks:
-    """The base that Python asks for `__init_subclass__` first; it asks NNX alone."""
+def _no_hooks() -> type:
+    """A base that Python asks for `__init_subclass__` first; it asks NNX alone.
 
-    def __init_subclass__(cls, **options: Any) -> None:
-        if cls.__bases__[0] is not _NoHooks:  # the user's, below a compressed class
-            super().__init_subclass__(**options)
-            return
-        hook = vars(nnx.Pytree)["__init_subclass__"].__func__
-        hook(cls, **_options(cls.__bases__[1]))
+    A new one for each class: one that is below another compressed class has both.
+    """
+
+    class NoHooks:
+        def __init_subclass__(cls, **options: Any) -> None:
+            if cls.__bases__[0] is not NoHooks:  # the user's, below a compressed class
+                super().__init_subclass__(**options)
+                return
+            hook = vars(nnx.Pytree)["__init_subclass__"].__func__
+            hook(cls, **_options(cls.__bases__[1]))
+
+    return NoHooks
 
 
 def _options(target: type) -> dict[str, bool]:

@@ -94,6 +94,19 @@ def test_hooks_run_for_a_subclass_of_the_compressed_class():
     assert same(Below()(data()), Block()(data()))
 
 
+def test_a_subclass_of_the_compressed_class_is_compressed_as_well():
+    """It has the base that skips hooks, and gets one more."""
+
+    class Twice(Small, kind="twice"):
+        def __call__(self, x):
+            return super().__call__(x) * 2
+
+    for module in (exact(Twice)(), exact(Twice())):
+        assert isinstance(module, Twice) and module.kind == "twice"
+        assert same(module(data()), 2 * Block()(data()))
+    assert REGISTRY["twice"] is Twice
+
+
 class Bridged(bridge.Module):
     """Flax's own hook takes no keywords."""
 
