@@ -8,6 +8,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxact._codec.base import Bias, Codec
+from jaxact._codec.checks import bits_text
 from jaxact._codec.rows import no_smaller
 from jaxact_kernels import index
 from jaxact_kernels.checks import INTEGERS
@@ -33,7 +34,7 @@ class Bitfield(Codec[jax.Array]):
 
     @property
     def label(self) -> str:
-        return "1 bit" if self.width == 1 else f"{self.width} bits"
+        return bits_text(self.width)
 
     def declines(self, shape: tuple[int, ...], dtype: DTypeLike) -> str | None:
         if np.dtype(dtype).name not in INTEGERS:

@@ -28,8 +28,8 @@ from jaxact._checkpoint_policies import PACKED_NAME
 from jaxact._codec import Exact
 from jaxact._codec.checks import checked_key
 from jaxact._decision import Decision
+from jaxact._engine.checkify import noting_checks
 from jaxact._engine.checkpointed import checkpointed
-from jaxact._engine.checks import noting_checks
 from jaxact._engine.custom_rule import with_rule
 from jaxact._engine.lines import user_line
 from jaxact._engine.number import Site, number_in_trace

@@ -115,7 +115,7 @@ def _result(eqn: Eqn, operands: Sequence[Interval]) -> Interval:
         is_first = operands[0] == (0.0, 0.0)
         return operands[1] if is_first else _hull(*operands[1:])
     if is_square(eqn):
-        return _square(operands[0])
+        return _power(operands[0], 2)
     if name == "integer_pow" and eqn.params["y"] > 0:
         return _power(operands[0], eqn.params["y"])
     if name in ("reduce_sum", "reduce_window_sum", "cumsum", "dot_general"):
@@ -261,17 +261,9 @@ def _absolute(x: Interval) -> Interval:
     return max(x[0], -x[1], 0.0), max(-x[0], x[1])
 
 
-def _square(x: Interval) -> Interval:
-    lo, hi = _absolute(x)
-    return lo * lo, hi * hi
-
-
 def _power(x: Interval, y: int) -> Interval:
     lo, hi = _absolute(x) if y % 2 == 0 else x
-    try:
-        return lo**y, hi**y
-    except OverflowError:
-        return REALS
+    return math.prod([lo] * y), math.prod([hi] * y)  # inf where `**` raises an error
 
 
 def _sum_of_products(operands: Sequence[Interval]) -> Interval:

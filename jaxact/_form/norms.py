@@ -109,8 +109,7 @@ class Norms:
                 continue
             (mean,) = means
             if (mean.axes, mean.is_gathered) == (found.axes, found.is_gathered):
-                is_less = self._is_difference(centered, x, mean)
-                own = centered if is_less else None
+                own = centered if self._is_difference(centered, x, mean) else None
                 return dataclasses.replace(found, mean=mean.variable, centered=own)
         return self._scaled_by(x) or self.sums.normalizing(x)
 

@@ -2,8 +2,6 @@
 
 import dataclasses
 import math
-import shutil
-import textwrap
 from collections.abc import Callable, Sequence
 
 import jax
@@ -164,15 +162,15 @@ class NoiseReport:
                 "nothing is stored rounded: compress the layers, see jaxact.residuals"
             )
         table = self.sensitivity()
-        if not table.unmeasured:
-            return str(table)
-        known = dataclasses.replace(table, unmeasured=())
-        unknown = (
-            "not measured (differentiate the parameters too: argnums=(0, 1)): "
-            + ", ".join(table.unmeasured)
-        )
-        width = shutil.get_terminal_size().columns
-        return "\n".join([str(known), *textwrap.wrap(unknown, width)])
+        return str(_NoiseTable(table.rows, table.signal, table.unmeasured))
+
+
+class _NoiseTable(Sensitivity):
+    """A report's table, which says how to measure the residuals that it lacks."""
+
+    def summary(self) -> str:
+        how = "not measured (differentiate the parameters too: argnums=(0, 1)):"
+        return super().summary().replace("not measured:", how, 1)
 
 
 @dataclasses.dataclass(frozen=True)
