@@ -59,8 +59,13 @@ class Static:
 
 
 def is_array(x: object) -> TypeGuard[jax.Array | np.ndarray | jax.ShapeDtypeStruct]:
-    """Whether a leaf is traced; Python scalars stay the constants they are."""
-    return isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
+    """Whether a leaf is traced; Python scalars stay the constants they are.
+
+    As do NumPy's arrays of text, dates and objects.
+    """
+    if isinstance(x, np.ndarray):
+        return x.dtype == np.bool_ or jnp.issubdtype(x.dtype, np.number)
+    return isinstance(x, jax.Array | jax.ShapeDtypeStruct)
 
 
 def is_inexact(x: Array) -> bool:

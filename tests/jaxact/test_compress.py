@@ -90,6 +90,20 @@ def test_static_values_and_other_leaves():
     assert out[0].shape == (64, 32) and out[1:] == (None, {"tag": "tag", "number": 3})
 
 
+@pytest.mark.parametrize("dtype", [str, object, "datetime64[s]"])
+def test_arrays_that_jax_has_no_type_for_stay_what_they_are(dtype):
+    def f(w, x, names):
+        assert isinstance(names, np.ndarray)
+        return jnp.sin(x @ w) * (2.0 if names[0] == first else 3.0)
+
+    first = np.array(["2026"], dtype)[0]
+    names = np.array(["2026", "2027"], dtype)
+    small = jaxact.compress(f)
+    assert_same_bits(small(W, X, names), f(W, X, names))
+    names[0] = names[1]
+    assert_same_bits(small(W, X, names), f(W, X, names))
+
+
 def test_traced_once():
     calls = []
 
