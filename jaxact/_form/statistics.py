@@ -23,6 +23,7 @@ from jaxact._jaxpr.read import (
     contracts,
     is_float,
     keeps_elements,
+    programs_in,
     variables_in,
 )
 from jaxact._jaxpr.types import Jaxpr, Var
@@ -50,6 +51,9 @@ def find_statistics(jaxpr: Jaxpr, facts: Facts) -> set[Var]:
         inputs = variables_in(eqn.invars)
         if not inputs or not eqn.outvars:  # a random draw; a print
             continue
+        if programs_in(eqn):
+            own = divisors.intersection(eqn.outvars) - contracted
+            statistics.update(filter(is_float, own))
         v = eqn.outvars[0]
         if v in contracted or not is_float(v):
             continue
@@ -141,7 +145,7 @@ def _divisors(
         # Not the rows that an index selects: an action's logits.
         if name in SCATTERS or (name == "gather" and inputs[0] in reduced):
             divisors.update(v for v in eqn.outvars if v in sizes)
-        elif name in MATMULS:
+        elif name in MATMULS or programs_in(eqn):  # a loop's running sum
             divisors.update(
                 v
                 for v in eqn.outvars
