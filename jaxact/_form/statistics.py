@@ -132,6 +132,8 @@ def _divisors(
 
     Products by which rows are divided, a linear attention's normalizers; segments'
     reductions, which may be as many as elements, and their sums that a product spreads.
+    Also what a loop or a branch returns for each row, to divide or scale it: the sum
+    that attention by blocks carries.
     """
     sizes: dict[Var, int] = {}  # the largest array that a variable divides
     multiplied: dict[Var, int] = {}  # or is multiplied with
@@ -145,11 +147,17 @@ def _divisors(
         # Not the rows that an index selects: an action's logits.
         if name in SCATTERS or (name == "gather" and inputs[0] in reduced):
             divisors.update(v for v in eqn.outvars if v in sizes)
-        elif name in MATMULS or programs_in(eqn):  # a loop's running sum
+        elif name in MATMULS:
             divisors.update(
                 v
                 for v in eqn.outvars
                 if _ROW * v.aval.size <= sizes.get(v, 0) or (v in spread and v in sizes)
+            )
+        elif programs_in(eqn):  # a loop's running sums, and inverses made in it
+            divisors.update(
+                v
+                for v in eqn.outvars
+                if _ROW * v.aval.size <= max(sizes.get(v, 0), multiplied.get(v, 0))
             )
         if is_inverse(eqn):
             scaled = _largest(eqn.outvars, multiplied, size)
