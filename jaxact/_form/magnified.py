@@ -5,7 +5,15 @@ activation, however few elements it adds: a maximum over two features, or a matr
 product that is written as a sum (`optax.ntxent` has one).
 """
 
-from jaxact._jaxpr.primitives import JOINS, MATMULS, MOVES, SELECTIONS, WITH_POLES
+from jaxact._jaxpr.primitives import (
+    COLLECTIVES,
+    JOINS,
+    MATMULS,
+    MOVES,
+    SCATTERS,
+    SELECTIONS,
+    WITH_POLES,
+)
 from jaxact._jaxpr.read import (
     contracts,
     is_float,
@@ -20,7 +28,7 @@ from jaxact._jaxpr.types import Eqn, Jaxpr, Var
 # Besides inverses, see `is_inverse`.
 _OTHER_POLES = WITH_POLES - {"div"}
 # Results that are near zero where an operand is, or that an epsilon keeps away from it.
-_SMALL_TOGETHER = (MOVES | JOINS | SELECTIONS) | frozenset(
+_SMALL_TOGETHER = (MOVES | JOINS | SELECTIONS | COLLECTIVES) | frozenset(
     "abs neg mul div max min add sub add_any select_n clamp square integer_pow".split()
 )
 
@@ -47,12 +55,14 @@ def magnified_in(jaxpr: Jaxpr) -> set[Var]:
             continue
         read.update(inputs)
         size = max((v.aval.size for v in eqn.outvars), default=0)
-        if keeps_elements(eqn) or name in JOINS | SELECTIONS:
+        if keeps_elements(eqn) or name in JOINS | SELECTIONS | COLLECTIVES:
             if not repeated.isdisjoint(eqn.outvars):
                 repeated.update(inputs)
             if name in _SMALL_TOGETHER and not near.isdisjoint(eqn.outvars):
                 near.update(inputs)
-        if name == "gather" or (programs_in(eqn) and not keeps_elements(eqn)):
+        # A scatter's program says how two elements are combined.
+        is_call = name not in SCATTERS and programs_in(eqn) and not keeps_elements(eqn)
+        if name == "gather" or is_call:
             repeated.update(inputs)
         if keeps_elements(eqn) or (name in MATMULS and not contracts(eqn)):
             repeated.update(v for v in inputs if v.aval.size < size)

@@ -12,16 +12,19 @@ from jaxact._form.inside import insides
 from jaxact._form.magnified import is_inverse, magnified_in
 from jaxact._jaxpr.flow import Facts
 from jaxact._jaxpr.primitives import (
+    COLLECTIVES,
     JOINS,
     MATMULS,
     MOVES,
     REDUCTIONS,
     RESHAPES,
     SCATTERS,
+    VIEWS,
 )
 from jaxact._jaxpr.read import (
     contracts,
     is_float,
+    is_literal,
     keeps_elements,
     programs_in,
     variables_in,
@@ -69,6 +72,15 @@ def find_statistics(jaxpr: Jaxpr, facts: Facts) -> set[Var]:
             # GroupNorm's, for each of its channels; a segment's, for each element.
             if v in spread or not statistics.isdisjoint(inputs):
                 statistics.add(v)
+        elif eqn.primitive.name in COLLECTIVES:
+            # Of a norm whose batch is split.
+            for x, out in zip(eqn.invars, eqn.outvars, strict=True):
+                if not is_literal(x) and x in statistics:
+                    statistics.add(out)
+        elif eqn.primitive.name in JOINS | VIEWS - MOVES:
+            # Means that are sent together.
+            if statistics.issuperset(filter(is_float, inputs)):
+                statistics.update(eqn.outvars)
         elif keeps_elements(eqn):
             known = [x for x in inputs if x in statistics]
             # A learned exponent is no other: mean(x^p)^(1/p).

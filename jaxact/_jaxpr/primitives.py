@@ -87,6 +87,8 @@ SCATTERS = frozenset(
     "scatter-add scatter_add scatter-max scatter_max scatter-min scatter_min "
     "scatter-mul scatter_mul".split()
 )
+# Of each element the sum or an extreme over devices, or over a mapped axis.
+COLLECTIVES = frozenset("psum psum2 psum_invariant pmax pmin".split())
 MATMULS = frozenset(["dot_general", "conv_general_dilated"])
 # Those of groups of rows, as experts have, too.
 PRODUCTS = MATMULS | {"ragged_dot_general"}
