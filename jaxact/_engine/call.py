@@ -32,6 +32,7 @@ from jaxact._engine.checkify import noting_checks
 from jaxact._engine.checkpointed import checkpointed
 from jaxact._engine.custom_rule import with_rule
 from jaxact._engine.lines import user_line
+from jaxact._engine.mapped import on_batch
 from jaxact._engine.number import Site, number_in_trace
 from jaxact._engine.outputs import independent_outputs, select_outputs, when_all
 from jaxact._engine.passes import Passes
@@ -187,6 +188,9 @@ class Engine:
         self, flat: Flat, draw: Draw, values: Sequence[Array]
     ) -> list[jax.Array]:
         """Evaluate `flat(*values)`, keeping compressed residuals for its derivative."""
+        outputs_of_batch = on_batch(self, flat, draw, values)
+        if outputs_of_batch is not None:
+            return outputs_of_batch
         notice_call(self.policy, join_paths(self.prefix, self.path))
         if isinstance(self.own_policy.recompute, Checkpoint):
             engine = replace(self, is_checkpointed=True)

@@ -19,12 +19,16 @@ X = jax.random.normal(jax.random.key(0), (8, 64, 64))
 
 
 def sent_together(x):
-    mean, square = lax.pmean(jnp.stack([x.mean(0, keepdims=True), (x * x).mean(0, keepdims=True)]), "batch")
+    mean, square = lax.pmean(
+        jnp.stack([x.mean(0, keepdims=True), (x * x).mean(0, keepdims=True)]), "batch"
+    )
     return mean, jnp.maximum(square - mean**2, 0)
 
 
 def sent_as_a_pair(x):
-    mean, square = lax.pmean((x.mean(0, keepdims=True), (x * x).mean(0, keepdims=True)), "batch")
+    mean, square = lax.pmean(
+        (x.mean(0, keepdims=True), (x * x).mean(0, keepdims=True)), "batch"
+    )
     return mean, square - mean**2
 
 
