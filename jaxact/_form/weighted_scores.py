@@ -12,7 +12,14 @@ from collections.abc import Iterable
 
 from jaxact._form.chooser import Chooser
 from jaxact._jaxpr.primitives import EXPONENTIALS, MATMULS, MOVES, SUMS
-from jaxact._jaxpr.read import contracts, readers_of, variables_in
+from jaxact._jaxpr.read import (
+    contracts,
+    equations_behind,
+    is_literal,
+    keeps_elements,
+    readers_of,
+    variables_in,
+)
 from jaxact._jaxpr.types import Atom, Var
 
 # From an exponential to a weight.
@@ -31,7 +38,7 @@ def bases_of_weighted_scores(chooser: Chooser, needed: Iterable[Atom]) -> set[Va
     if not chooser.classes.exponentials:
         return set()
     weights = _weights(chooser)
-    read = set(chooser.bases(needed))
+    read = _read(chooser, needed)
     found: set[Var] = set()
     for eqn in chooser.jaxpr.eqns:
         operands = variables_in(eqn.invars)
@@ -45,6 +52,22 @@ def bases_of_weighted_scores(chooser: Chooser, needed: Iterable[Atom]) -> set[Va
             if is_read and not scores.isdisjoint(terms):
                 found |= scores | terms
     return found
+
+
+def _read(chooser: Chooser, needed: Iterable[Atom]) -> set[Var]:
+    """Bases that the backward pass reads, also by way of a local derivative.
+
+    That of exp(a) (a - b) in a has the difference in it.
+    """
+    bases = chooser.bases(needed)
+    behind = (
+        v
+        for base in bases
+        for eqn in equations_behind(base, chooser.producers, keeps_elements)
+        for v in variables_in(eqn.invars)
+        if not chooser.classes.is_exact(v)
+    )
+    return {*bases, *(chooser.classes.base[v] for v in behind)}
 
 
 def _weights(chooser: Chooser) -> dict[Var, Var]:
@@ -70,10 +93,18 @@ def _weights(chooser: Chooser) -> dict[Var, Var]:
 
 
 def _is_shifted(v: Atom, chooser: Chooser) -> bool:
-    """Whether a statistic is subtracted, such as the logarithm of a row's sum."""
+    """Whether a statistic is added or taken off: the logarithm of a row's sum.
+
+    Or those of rows and columns, and the sum is scaled: optimal transport.
+    """
     eqn = chooser.producers.get(v)
-    shifts = variables_in(eqn.invars[1:]) if eqn and eqn.primitive.name == "sub" else []
-    return bool(shifts) and all(map(chooser.classes.is_exact, shifts))
+    if eqn is None:
+        return False
+    scaled, *others = eqn.invars
+    if eqn.primitive.name in ("mul", "div") and all(map(is_literal, others)):
+        return _is_shifted(scaled, chooser)
+    operands = variables_in(eqn.invars) if eqn.primitive.name in ("add", "sub") else []
+    return any(map(chooser.classes.is_exact, operands))
 
 
 def _terms(v: Atom, chooser: Chooser) -> set[Var]:

@@ -58,7 +58,7 @@ def over_devices(f, ws, x):
 @pytest.mark.parametrize("over", [over_vmap, over_devices])
 @pytest.mark.parametrize("moments", [sent_together, sent_as_a_pair, in_two_steps])
 def test_statistics_over_an_axis_are_exact(moments, over):
-    # Rounded as slopes of single elements they erred by 4 gradients at 4 bits, 0.3 at 8.
+    # Rounded as slopes of single elements they erred by 0.3 gradients at 8 bits.
     plain = functools.partial(layer, moments)
     small = jaxact.compress(plain, activations="x", policy=jaxact.Policy(bits=8))
     step = functools.partial(over, small)
