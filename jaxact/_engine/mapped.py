@@ -53,7 +53,9 @@ def on_batch(
 ) -> list[jax.Array] | None:
     """`run` on the function of the whole batch; None where there is none.
 
-    There is none either where examples have noise of their own: their seeds differ.
+    There is none either where examples have noise of their own: their seeds differ. Nor
+    for a batch of a size with symbols, as `jax.export` takes it: how residuals are
+    packed depends on sizes, and an example's are numbers.
     """
     if not any(map(_is_mapped, values)):
         return None
@@ -79,7 +81,8 @@ def _batch(
     seed, *others = args
     count = len(call.settings)
     settings, values = others[:count], others[count:]
-    if any(d is not None for d in dims[: count + 1]):
+    has_seeds = any(d is not None for d in dims[: count + 1])
+    if has_seeds or not isinstance(axis.size, int):
         raise _OtherTransformation
     batch, consts, out_dims = _over_batch(call.flat, axis, values, dims[count + 1 :])
     draw = Draw(seed, dict(zip(call.settings, settings, strict=True)))

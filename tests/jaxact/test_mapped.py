@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn, nnx
-from jax import lax
+from jax import export, lax
 
 import jaxact
 from jaxact import Policy
@@ -117,6 +117,14 @@ def test_a_key_for_each_example():
 
     ours = jax.grad(loss(lambda w, x, key: small(w, x, rounding_key=key)))(W)
     assert relative_error(ours, jax.grad(loss(lambda w, x, _: block(w, x)))(W)) < CLOSE
+
+
+def test_export_for_batches_of_any_size():
+    shape = export.symbolic_shape("batch, 16, 64")
+    x = jax.ShapeDtypeStruct(shape, X.dtype)
+    ours, true = (jax.jit(over_batch(f)) for f in (small, block))
+    exported = export.export(ours)(W, x)
+    assert relative_error(exported.call(W, X), true(W, X)) < CLOSE
 
 
 def test_the_weights_gradient_is_there_once():
