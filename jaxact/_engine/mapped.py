@@ -86,7 +86,7 @@ def _batch(
         raise _OtherTransformation
     batch, consts, out_dims = _over_batch(call.flat, axis, values, dims[count + 1 :])
     draw = Draw(seed, dict(zip(call.settings, settings, strict=True)))
-    return call.run(batch, draw, [*consts, *values]), out_dims
+    return call.run(batch.first_alike, draw, [*consts, *values]), out_dims
 
 
 def _over_batch(

@@ -1,5 +1,7 @@
 """Compressed calls under `jax.vmap`: one call for the batch, where that is right."""
 
+import gc
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from jax import export, lax
 
 import jaxact
 from jaxact import Policy
+from jaxact._flat import Flat
 from support.programs import relative_error
 
 KEYS = jax.random.split(jax.random.key(0), 4)
@@ -125,6 +128,19 @@ def test_export_for_batches_of_any_size():
     ours, true = (jax.jit(over_batch(f)) for f in (small, block))
     exported = export.export(ours)(W, x)
     assert relative_error(exported.call(W, X), true(W, X)) < CLOSE
+
+
+def test_calls_outside_of_jit_leave_no_programs():
+    def count():
+        gc.collect()
+        return sum(isinstance(x, Flat) for x in gc.get_objects())
+
+    gradient = over_batch(small)
+    gradient(W, X)
+    before = count()
+    for _ in range(4):
+        gradient(W, X)
+    assert count() == before
 
 
 def test_the_weights_gradient_is_there_once():
