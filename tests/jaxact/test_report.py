@@ -160,10 +160,12 @@ def test_a_body_shared_by_several_calls_counts_each_time():
 
 def test_vmap():
     small = jaxact.compress(mlp, activations="x")
-    mapped = jax.vmap(small, (None, 0))
-    table = jaxact.residuals(mapped, P, jnp.stack([X, X]))
+    examples = jnp.stack([X, X])
     one = jaxact.residuals(small, P, X)
-    assert table.stored_bytes == 2 * one.stored_bytes
+    batch = jaxact.residuals(jax.vmap(small, (None, 0)), P, examples)
+    assert one.stored_bytes < batch.stored_bytes <= 2 * one.stored_bytes
+    each = jaxact.residuals(jax.vmap(jax.jit(small), (None, 0)), P, examples)
+    assert each.stored_bytes == 2 * one.stored_bytes
 
 
 def test_linen_paths():
