@@ -55,15 +55,21 @@ def sources_near_poles(
         kept, _ = chooser.derive(reading.leaves, stored)
         magnified = set(chooser.bases(products.with_others()))
         slopes += _near_poles(chooser, magnified.intersection(stored))
-        for v in arguments:
-            sources = sources_of(v, classes, producers)
+        by_argument = {v: sources_of(v, classes, producers) for v in arguments}
+        all_sources = set[Var]().union(*by_argument.values())
+        for v, sources in by_argument.items():
             noisy = stored if v in kept else magnified
-            if any(
-                sources_behind(x, classes, producers, ends=sources) - classes.random
-                <= sources
-                for x in noisy
-            ):
-                found |= sources
+            for x in {*noisy, *magnified}:
+                behind = sources_behind(x, classes, producers, ends=sources)
+                behind -= classes.random
+                if behind <= sources and x in noisy:
+                    found |= sources
+                elif (
+                    x in magnified
+                    and behind <= all_sources
+                    and not behind.isdisjoint(sources)
+                ):
+                    found |= behind
     for v in slopes:  # from a network's output, or its parts: a mixture's deviations
         whole = sources_of(v, classes, producers)
         found |= whole or sources_of(v, classes, producers, _UNSELECTED)
