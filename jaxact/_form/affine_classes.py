@@ -115,6 +115,7 @@ def classify(
     inexact: set[Var],
     kept: Collection[Var] = (),
     is_normalized: Predicate = lambda v: False,
+    is_summed: Predicate = lambda v: False,
 ) -> Classes:
     """Find every variable's class.
 
@@ -124,6 +125,7 @@ def classify(
       inexact: inputs that the backward pass can have only as they are stored.
       kept: variables that are stored exactly, whatever they cost.
       is_normalized: whether a variable is the operand of a norm, and stored through it.
+      is_summed: whether it is stored over its rows' sums, which may vanish.
     """
     classes = Classes(
         find_statistics(jaxpr, facts),
@@ -155,6 +157,9 @@ def classify(
             if base not in (None, v) and is_normalized(v) and not is_normalized(base):
                 # 0.5 x before a norm, which tells the scales of its channels alone.
                 classes.parts[v], base = base, v
+            whole = classes.parts.get(v)
+            if whole is not None and is_summed(v) and not is_summed(whole):
+                del classes.parts[v]  # the noise of the whole is magnified
             if base is None and not _settle(eqn, v, classes, facts, small_size):
                 base = v
             if base is not None and v in kept:

@@ -119,6 +119,7 @@ def _bases(reading: Reading) -> _Bases:
             inexact,
             kept,
             lambda v: norms.normalizing(v) is not None,
+            lambda v: norms.sums.normalizing(v) is not None,
         )
         return Chooser(jaxpr, classes.with_exact(stays), producers)
 

@@ -45,6 +45,8 @@ _LONG_ROW = 128
 _GROWING = (
     CASTS | COPIES | frozenset("abs neg mul div max add add_any select_n".split())
 )
+# With elements of the operand that are not in the result.
+_LEAVING_OUT = frozenset("max select_n".split())
 _MAXIMA = frozenset("reduce_max cummax pmax scatter-max scatter_max".split())
 # From maxima to the value that scores are shifted by.
 _SHIFTING = MOVES | _MAXIMA | COMPARISONS | frozenset("max select_n gather".split())
@@ -74,12 +76,15 @@ class _Image(NamedTuple):
       axes: for each of its own the array's axis that it is, or None; or `_SEGMENT`, or
         `_MIXED`.
       total: the sum that it is a multiple of; None before elements are added.
+      is_partial: whether elements were left out before: by a mask, or a ReLU. No sum
+        bounds these, and over one that is small they would be a group's range.
     """
 
     variable: Var
     axes: tuple[int | None, ...]
     degree: int
     total: Var | None = None
+    is_partial: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -171,7 +176,7 @@ class RowSums:
         v = sums.variable
         own = [(i, n) for i, n in zip(sums.axes, v.aval.shape, strict=True) if n > 1]
         axes = tuple(i for i, _ in own if i is not None)
-        if _has_no_rows(sums) or len(set(axes)) < len(own):
+        if _has_no_rows(sums) or len(set(axes)) < len(own) or sums.is_partial:
             return None
         if not varies_in_groups(axes, x.aval.shape) or not self._is_unlike(x, v):
             return None
@@ -227,6 +232,8 @@ class RowSums:
                 if is_sum and not _is_by_numbers(eqn):
                     continue
                 if found is not None:
+                    if not is_sum and eqn.primitive.name in _LEAVING_OUT:
+                        found = found._replace(is_partial=True)
                     seen.add(found.variable)
                     todo.append(found)
 
@@ -285,26 +292,27 @@ class RowSums:
 
 def _result(eqn: Eqn, image: _Image) -> _Image | None:
     """The image that an equation makes; None where sizes do not go on."""
-    v, axes, degree, total = image
+    v, axes, degree, total, is_partial = image
     name, out = eqn.primitive.name, eqn.outvars[0]
     is_same = out.aval.shape == v.aval.shape
     if name == "square" or (name == "integer_pow" and eqn.params["y"] > 0):
-        return _Image(out, axes, degree * eqn.params.get("y", 2), total)
+        return _Image(out, axes, degree * eqn.params.get("y", 2), total, is_partial)
     if name in ("add", "add_any") and not any(map(_is_number, eqn.invars)):
         return None  # a residual join
     if name == "div" and eqn.invars[0] is not v:
         return None
     if name in _GROWING and is_same:
-        return _Image(out, axes, degree * (1 + is_square(eqn)), total)
+        return _Image(out, axes, degree * (1 + is_square(eqn)), total, is_partial)
     if name in ("reduce_sum", "reduce_max"):
         left = [i for k, i in enumerate(axes) if k not in eqn.params["axes"]]
-        return _Image(out, tuple(left), degree, total or out)
+        return _Image(out, tuple(left), degree, total or out, is_partial)
     if name == "dot_general" and contracts(eqn):
         return _product(eqn, image)
     if name in SCATTERS and eqn.invars[-1] is v:
-        return _Image(out, (_SEGMENT,) * out.aval.ndim, degree, total or out)
+        segments = (_SEGMENT,) * out.aval.ndim
+        return _Image(out, segments, degree, total or out, is_partial)
     if name in MOVES | {"slice", "dynamic_slice"} and eqn.invars[0] is v:
-        return _Image(out, _moved(eqn, axes), degree, total)
+        return _Image(out, _moved(eqn, axes), degree, total, is_partial)
     return None
 
 
@@ -334,7 +342,7 @@ def _is_by_numbers(eqn: Eqn) -> bool:
 
 def _product(eqn: Eqn, image: _Image) -> _Image:
     """A product that sums an array, with weights or with itself."""
-    v, axes, degree, total = image
+    v, axes, degree, total, is_partial = image
     left, right = eqn.invars
     contracted, batch = eqn.params["dimension_numbers"]
     own = 0 if left is v else 1
@@ -344,7 +352,8 @@ def _product(eqn: Eqn, image: _Image) -> _Image:
         free = [i for i in range(operand.aval.ndim) if i not in inside]
         labels += [axes[i] if side == own else None for i in free]
     out = eqn.outvars[0]
-    return _Image(out, tuple(labels), degree * (1 + (left is right)), total or out)
+    degree *= 1 + (left is right)
+    return _Image(out, tuple(labels), degree, total or out, is_partial)
 
 
 def _moved(eqn: Eqn, axes: Sequence[int | None]) -> tuple[int | None, ...]:
