@@ -82,3 +82,31 @@ def test_a_sample_whose_noise_is_an_argument():
     small = jaxact.compress(f, policy=Policy(bits=8), activations=(1, 2))
     rows = jaxact.residuals(small, MATRIX, X, noise).rows
     assert "tanh.derivative" not in [r.key for r in rows]
+
+
+def test_a_soft_actor_critics_loss():
+    """Its slopes are made from the mean's and the deviation's sources together.
+
+    1 - tanh(u)^2 is near a pole for its logarithm, and u for the density's: rounded
+    beside one that is exact, they erred by 300 gradients at 8 bits.
+    """
+
+    def f(p, x):
+        hidden = jax.nn.relu(x @ p["hidden"])
+        mean = hidden @ p["mean"]
+        log_std = -5 + 3.5 * (jnp.tanh(hidden @ p["deviation"]) + 1)
+        noise = jax.random.normal(jax.random.key(3), mean.shape)
+        sample = mean + jnp.exp(log_std) * noise
+        action = jnp.tanh(sample)
+        density = -0.5 * ((sample - mean) / jnp.exp(log_std)) ** 2 - log_std
+        density = (density - jnp.log(1 - action**2 + 1e-6)).sum(-1)
+        return (0.2 * density - action.sum(-1)).mean()
+
+    shapes = {"hidden": (D, 128), "mean": (128, 32), "deviation": (128, 32)}
+    params = {
+        name: jax.random.normal(jax.random.key(n), shape) * 2 / shape[0] ** 0.5
+        for n, (name, shape) in enumerate(shapes.items())
+    }
+    # Exact slopes leave the noise of inputs, half of a 255th of a range of 8.
+    error = gradient_error(f, params, X, policy=Policy(8), argnums=(0, 1))
+    assert error < 4 / 255
