@@ -1,10 +1,11 @@
-"""Exponentials whose rows have unlike sums that no map divides by.
+"""Values, mostly exponentials, whose rows have unlike sums that no map divides by.
 
 Sums by segment that divide others' sums, (sum e v) / (sum e), are not there for the
 elements; nor are those in the body of a scan, such as Sinkhorn's iterations, for the
 array that it is given. At 8 bits the noise was 2 and 15 gradients. Such exponentials
 stay exact, and so do those that two sums along a row divide. Networks subtract a
-maximum first, and keep their memory.
+maximum first, and keep their memory. What a mask or a ReLU leaves out of the sums
+stays exact, exponential or not, since those of the rest may vanish.
 """
 
 from collections.abc import Collection, Iterable
@@ -20,7 +21,7 @@ from jaxact._jaxpr.types import Atom, Eqn, Var
 def bases_in_unlike_rows(
     chooser: Chooser, needed: Iterable[Atom], kept: Collection[Var]
 ) -> set[Var]:
-    """Exponentials that have rows or segments with sums near a pole.
+    """Values that have rows or segments with sums near a pole.
 
     Args:
       needed: values that the backward pass reads.
@@ -31,6 +32,9 @@ def bases_in_unlike_rows(
     found: set[Var] = set()
     for v in chooser.bases(needed):
         if _is_scaled_exponential(v, norms) and norms.sums.has_parts(v):
+            found.add(v)
+            continue
+        if norms.sums.may_vanish(v):
             found.add(v)
             continue
         if not norms.sums.is_exponential(v):

@@ -1,0 +1,132 @@
+"""Images of an array: values that grow like a power of it, and the sums among them."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+
+from jaxact._jaxpr.primitives import CASTS, COPIES, MOVES, SCATTERS
+from jaxact._jaxpr.read import contracts, is_square
+from jaxact._jaxpr.types import Atom, Eqn, Shape, Var
+
+# Results that grow and shrink with an operand: a mask or a weight is in them at most.
+GROWING = CASTS | COPIES | frozenset("abs neg mul div max add add_any select_n".split())
+# With elements of the operand that are not in the result.
+LEAVING_OUT = frozenset("max select_n".split())
+# In place of an axis: segments, which are no rows; a part of one, or several in one.
+_SEGMENT, _MIXED = -1, -2
+
+Axes: TypeAlias = tuple[int, ...]
+
+
+class Image(NamedTuple):
+    """A value that grows like a power of an array.
+
+    Attributes:
+      axes: for each of its own the array's axis that it is, or None; or `_SEGMENT`, or
+        `_MIXED`.
+      total: the sum that it is a multiple of; None before elements are added.
+      is_partial: whether elements were left out before: by a mask, or a ReLU. No sum
+        bounds these, and over one that is small they would be a group's range.
+    """
+
+    variable: Var
+    axes: tuple[int | None, ...]
+    degree: int
+    total: Var | None = None
+    is_partial: bool = False
+
+
+def image_in(eqn: Eqn, image: Image) -> Image | None:
+    """The image that an equation makes; None where sizes do not go on."""
+    v, axes, degree, total, is_partial = image
+    name, out = eqn.primitive.name, eqn.outvars[0]
+    is_same = out.aval.shape == v.aval.shape
+    if name == "square" or (name == "integer_pow" and eqn.params["y"] > 0):
+        return Image(out, axes, degree * eqn.params.get("y", 2), total, is_partial)
+    if name in ("add", "add_any") and not any(map(_is_number, eqn.invars)):
+        return None  # a residual join
+    if name == "div" and eqn.invars[0] is not v:
+        return None
+    if name in GROWING and is_same:
+        return Image(out, axes, degree * (1 + is_square(eqn)), total, is_partial)
+    if name in ("reduce_sum", "reduce_max"):
+        left = [i for k, i in enumerate(axes) if k not in eqn.params["axes"]]
+        return Image(out, tuple(left), degree, total or out, is_partial)
+    if name == "dot_general" and contracts(eqn):
+        return _product(eqn, image)
+    if name in SCATTERS and eqn.invars[-1] is v:
+        segments = (_SEGMENT,) * out.aval.ndim
+        return Image(out, segments, degree, total or out, is_partial)
+    if name in MOVES | {"slice", "dynamic_slice"} and eqn.invars[0] is v:
+        return Image(out, _moved(eqn, axes), degree, total, is_partial)
+    return None
+
+
+def is_by_segment(image: Image) -> bool:
+    """Whether these are sums over segments, whose axes are not the array's."""
+    return _SEGMENT in image.axes
+
+
+def has_no_rows(image: Image) -> bool:
+    """Whether no axes say which of the array's elements a sum adds.
+
+    Or not in their order, as after a transpose.
+    """
+    sizes = zip(image.axes, image.variable.aval.shape, strict=True)
+    own = [i for i, n in sizes if n > 1 and i is not None]
+    return is_by_segment(image) or _MIXED in own or own != sorted(own)
+
+
+def _is_number(v: Atom) -> bool:
+    return not v.aval.shape
+
+
+def is_by_numbers(eqn: Eqn) -> bool:
+    """Whether an equation has one array, and numbers beside it: a mean, an epsilon."""
+    return sum(not _is_number(v) for v in eqn.invars) == 1
+
+
+def _product(eqn: Eqn, image: Image) -> Image:
+    """A product that sums an array, with weights or with itself."""
+    v, axes, degree, total, is_partial = image
+    left, right = eqn.invars
+    contracted, batch = eqn.params["dimension_numbers"]
+    own = 0 if left is v else 1
+    labels = [axes[i] for i in batch[own]]
+    for side, operand in enumerate((left, right)):
+        inside = (*contracted[side], *batch[side])
+        free = [i for i in range(operand.aval.ndim) if i not in inside]
+        labels += [axes[i] if side == own else None for i in free]
+    out = eqn.outvars[0]
+    degree *= 1 + (left is right)
+    return Image(out, tuple(labels), degree, total or out, is_partial)
+
+
+def _moved(eqn: Eqn, axes: Sequence[int | None]) -> tuple[int | None, ...]:
+    """The axes after a move."""
+    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    if before == after and eqn.primitive.name not in ("transpose", "rev"):
+        return tuple(axes)
+    labels: list[int | None] = [None] * len(after)
+    if eqn.primitive.name == "broadcast_in_dim":
+        for i, k in zip(axes, eqn.params["broadcast_dimensions"], strict=True):
+            labels[k] = i
+    elif eqn.primitive.name == "transpose":
+        labels = [axes[k] for k in eqn.params["permutation"]]
+    elif [n for n in before if n > 1] == [n for n in after if n > 1]:
+        long = [i for i, n in zip(axes, before, strict=True) if n > 1]
+        rest = iter(long)
+        labels = [next(rest) if n > 1 else None for n in after]
+    else:  # a slice, or a reshape that joins or splits some axes
+        mixed: list[int | None] = [_MIXED if n > 1 else None for n in after]
+        first = _num_alike(before, after)
+        last = min(_num_alike(before[::-1], after[::-1]), len(after) - first)
+        middle = mixed[first : len(after) - last]
+        labels = [*axes[:first], *middle, *axes[len(axes) - last :]]
+    return tuple(labels)
+
+
+def _num_alike(sizes: Shape, others: Shape) -> int:
+    """How many sizes are equal before the first that is not."""
+    pairs = enumerate(zip(sizes, others, strict=False))
+    shorter = min(len(sizes), len(others))
+    return next((k for k, (n, m) in pairs if n != m), shorter)
