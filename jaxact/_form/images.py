@@ -53,7 +53,8 @@ def image_in(eqn: Eqn, image: Image) -> Image | None:
         return Image(out, tuple(left), degree, total or out, is_partial)
     if name == "dot_general" and contracts(eqn):
         return _product(eqn, image)
-    if name in SCATTERS and eqn.invars[-1] is v:
+    is_convolved = name == "conv_general_dilated" and eqn.invars[0] is v
+    if is_convolved or (name in SCATTERS and eqn.invars[-1] is v):
         segments = (_SEGMENT,) * out.aval.ndim
         return Image(out, segments, degree, total or out, is_partial)
     if name in MOVES | {"slice", "dynamic_slice"} and eqn.invars[0] is v:
@@ -74,6 +75,12 @@ def has_no_rows(image: Image) -> bool:
     sizes = zip(image.axes, image.variable.aval.shape, strict=True)
     own = [i for i, n in sizes if n > 1 and i is not None]
     return is_by_segment(image) or _MIXED in own or own != sorted(own)
+
+
+def has_weights(image: Image) -> bool:
+    """Whether each row has several sums, with weights: no one map divides by them."""
+    sizes = zip(image.axes, image.variable.aval.shape, strict=True)
+    return any(i is None and n > 1 for i, n in sizes)
 
 
 def _is_number(v: Atom) -> bool:

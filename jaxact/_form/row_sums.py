@@ -23,6 +23,7 @@ from jaxact._form.images import (
     Axes,
     Image,
     has_no_rows,
+    has_weights,
     image_in,
     is_by_numbers,
     is_by_segment,
@@ -172,10 +173,19 @@ class RowSums:
         """Whether rows or segments that share groups have sums near a pole."""
         return any(
             self._is_unlike(x, sums.variable)
-            if has_no_rows(sums)
+            if has_no_rows(sums) or has_weights(sums)
             else self._map_by(sums, x) is not None
             for sums in self._sums(x)
         )
+
+    def weighted(self, x: Var) -> list[Var]:
+        """Sums near a pole with weights for each, or in windows or segments."""
+        return [
+            sums.variable
+            for sums in self._sums(x)
+            if (has_no_rows(sums) or has_weights(sums))
+            and self._is_unlike(x, sums.variable)
+        ]
 
     def may_vanish(self, x: Var) -> bool:
         """Whether sums near a pole leave elements out: all but small ones, at times.
@@ -233,7 +243,9 @@ class RowSums:
         seen = {x}
         while todo:
             image = todo.pop(0)
-            is_smaller = image.variable.aval.size < x.aval.size
+            # Not an activation's product with a kernel, which grows like it at most.
+            is_weighted = self.is_exponential(x) and image.degree == 1
+            is_smaller = image.variable.aval.size < x.aval.size + is_weighted
             is_sum = image.total is not None and is_smaller
             if is_sum or is_by_segment(image):
                 yield image

@@ -11,11 +11,18 @@ stays exact, exponential or not, since those of the rest may vanish.
 from collections.abc import Collection, Iterable
 
 from jaxact._form.chooser import Chooser
+from jaxact._form.images import GROWING
 from jaxact._form.norms import Norms, norms_in
+from jaxact._form.pole_arguments import pole_in
+from jaxact._form.poles import sources_behind
 from jaxact._jaxpr.compat import open_jaxpr
-from jaxact._jaxpr.read import producers_of, variables_in
+from jaxact._jaxpr.primitives import CHEAP, EXPONENTIALS, MOVES, SELECTIONS
+from jaxact._jaxpr.read import equations_behind, producers_of, variables_in
 from jaxact._jaxpr.rewrite import flatten, inlinable_body
 from jaxact._jaxpr.types import Atom, Eqn, Var
+
+# Parts of one network's output, a gate beside values, are sources apart.
+_UNSELECTED = CHEAP - SELECTIONS
 
 
 def bases_in_unlike_rows(
@@ -29,7 +36,7 @@ def bases_in_unlike_rows(
     """
     classes = chooser.classes
     norms = norms_in(chooser.jaxpr, chooser.producers)
-    found: set[Var] = set()
+    found = _in_quotients(chooser, norms)
     for v in chooser.bases(needed):
         if _is_scaled_exponential(v, norms) and norms.sums.has_parts(v):
             found.add(v)
@@ -51,6 +58,37 @@ def bases_in_unlike_rows(
         ):
             found.add(v)
     return found
+
+
+def _in_quotients(chooser: Chooser, norms: Norms) -> set[Var]:
+    """Weighted sums of exponentials that divide others, and these others.
+
+    An attention-free transformer's (w @ (e v)) / (w @ e) has as many sums as elements:
+    their inverses, 1 / size and -x / size^2, erred by 2 gradients at 8 bits. From both
+    sums, exact, all slopes are computed.
+    """
+    sums = {
+        v
+        for eqn in chooser.jaxpr.eqns
+        if eqn.primitive.name in EXPONENTIALS
+        for v in norms.sums.weighted(eqn.outvars[0])
+    }
+    found: set[Var] = set()
+    for eqn in chooser.jaxpr.eqns if sums else ():
+        divisor, _ = pole_in(eqn)
+        if divisor is None:
+            continue
+        behind = equations_behind(divisor, chooser.producers, _grows)
+        if not sums.isdisjoint([divisor, *(v for e in behind for v in e.invars)]):
+            for v in chooser.bases(eqn.invars):
+                found |= sources_behind(
+                    v, chooser.classes, chooser.producers, _UNSELECTED
+                )
+    return found
+
+
+def _grows(eqn: Eqn) -> bool:
+    return eqn.primitive.name in GROWING | MOVES
 
 
 def _is_scaled_exponential(v: Var, norms: Norms) -> bool:

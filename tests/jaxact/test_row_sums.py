@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 import jaxact
-from support.programs import gradient_error, relative_error
+from support.programs import gradient_error
 
 pytestmark = [
     pytest.mark.unoptimized,
@@ -369,64 +369,3 @@ def test_scales_that_a_loop_returns_are_exact(scale):
     x = sizes * jax.random.normal(jax.random.key(6), (128, 64))
     f = lambda x: jnp.tanh(x * lax.map(lambda r: scale((r * r).mean()), x)[:, None])
     assert draw_error(lambda x: f(jnp.sin(x) + x), x) < MOST
-
-
-CAUSAL = jnp.tril(jnp.ones((64, 64), bool))
-KEYS = jax.random.split(jax.random.key(8), 4)
-GIVEN = [
-    jax.random.normal(key, (4, 4, 64, size))
-    for key, size in zip(KEYS[:3], (64, 16, 16), strict=True)
-]
-SCALES = jax.random.normal(KEYS[3], (1, 1, 1, 64))
-
-
-def causal(positive, is_late=False, by_product=False, epsilon=1e-6):
-    """Attention with weights over their sums; their first row has one element."""
-
-    def f(scales, given):
-        scores, queries, values = given
-        if by_product:
-            scores = (queries * scales[..., :16]) @ values.mT / 4
-        else:
-            scores = scores * scales
-        a = jnp.where(CAUSAL, positive(scores), 0)
-        sums = a.sum(-1, keepdims=True) + epsilon
-        return (a @ values) / sums if is_late else (a / sums) @ values
-
-    return f
-
-
-def squared_relu(s):
-    return jax.nn.relu(s) ** 2
-
-
-# Stored over sums that leave out most of a row, or among rows with larger ones, the
-# errors were these.
-PARTIAL = {
-    "relu": causal(jax.nn.relu),  # 2e7
-    "relu of a product": causal(jax.nn.relu, by_product=True),  # 7e3
-    "relu, divided late": causal(jax.nn.relu, is_late=True),  # 3e3
-    "relu squared": causal(squared_relu),  # 24
-    "relu squared, of a product": causal(squared_relu, by_product=True),  # 6
-    "relu squared, a larger epsilon": causal(squared_relu, epsilon=1e-3),  # 0.5
-    "fourth power": causal(lambda s: s**4, by_product=True),  # 12
-    "fourth power, divided late": causal(lambda s: s**4, is_late=True),  # 6e3
-    "sigmoid": causal(lambda s: jax.nn.sigmoid(2 * s - 4)),  # 0.12
-}
-
-
-def draw_error_of(f, params, x):
-    """That of one draw's gradient in both, with `x` alone rounded."""
-
-    def gradient(f):
-        loss = lambda *args: (f(*args) * ct).sum()
-        return jax.grad(loss, argnums=(0, 1))(params, x)
-
-    ct = jax.random.normal(jax.random.key(2), jax.eval_shape(f, params, x).shape)
-    small = jaxact.compress(f, policy=jaxact.Policy(8), activations=1)
-    return relative_error(gradient(small), gradient(f))
-
-
-@pytest.mark.parametrize("f", PARTIAL.values(), ids=PARTIAL)
-def test_rows_that_a_mask_leaves_few_of(f):
-    assert draw_error_of(f, SCALES, GIVEN) < MOST
