@@ -93,7 +93,7 @@ def gated(mix, is_shifted=False):
 
 
 def by_positions(bias, e):
-    return jnp.einsum("ts,bsd->btd", jnp.exp(bias) * CAUSAL, e)
+    return jnp.einsum("ts,bsd->btd", jnp.where(CAUSAL, jnp.exp(bias), 0), e)
 
 
 def by_convolution(bias, e):
