@@ -4,8 +4,8 @@ Sums by segment that divide others' sums, (sum e v) / (sum e), are not there for
 elements; nor are those in the body of a scan, such as Sinkhorn's iterations, for the
 array that it is given. At 8 bits the noise was 2 and 15 gradients. Such exponentials
 stay exact, and so do those that two sums along a row divide. Networks subtract a
-maximum first, and keep their memory. Elements that a mask or a ReLU leaves some of out
-of the sums stay exact, exponential or not, since the sums of the rest may vanish.
+maximum first, and keep their memory. An array whose elements a mask or a ReLU
+leaves out of the sums stays exact, exponential or not: those of the rest may vanish.
 """
 
 from collections.abc import Collection, Iterable
