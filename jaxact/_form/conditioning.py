@@ -4,6 +4,7 @@ from collections.abc import Collection, Sequence, Set
 
 from jaxact._decision import Reason
 from jaxact._form.affine_classes import Classes, classify
+from jaxact._form.carried_divisors import bases_in_carried_divisors
 from jaxact._form.chooser import Chooser
 from jaxact._form.complements import bases_in_complements
 from jaxact._form.factors import bases_of_factors
@@ -51,6 +52,7 @@ def ill_conditioned(
         (Reason.SOLVED_WITH, bases_of_factors(*program)),
         (Reason.WEIGHTED, bases_of_weighted_scores(chooser, needed)),
         (Reason.UNLIKE_ROWS, bases_in_windows(*program)),
+        (Reason.DIVIDED_BY, bases_in_carried_divisors(*program, links.carried)),
     ):
         reasons |= dict.fromkeys(bases, reason)
     unlike = bases_in_unlike_rows(chooser, needed, reasons)
@@ -80,7 +82,8 @@ def _found_inside(
     program, facts = inside.program, inside.facts
     producers = producers_of(program.eqns)
     own = Chooser(program, classify(program, 0, facts, _inputs(inside)), producers)
-    links = Links(results=[v for v, output in inside.outputs if output in leaving])
+    results = [v for v, output in inside.outputs if output in leaving]
+    links = Links(inside.carried, results)
     return own, ill_conditioned(own, facts, program.outvars, links)
 
 

@@ -8,13 +8,13 @@ the carry at each step, as an output, besides values that a compressed body mark
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from jaxact._jaxpr.compat import open_jaxpr, scan_counts
 from jaxact._jaxpr.flow import Facts, fact_of, facts_inside, flow, scan_facts
 from jaxact._jaxpr.read import held_programs, is_literal
 from jaxact._jaxpr.rewrite import flatten, inlinable_body
-from jaxact._jaxpr.types import ClosedJaxpr, Eqn, Jaxpr, Var
+from jaxact._jaxpr.types import Atom, ClosedJaxpr, Eqn, Jaxpr, Var
 from jaxact._plan.facts import learn
 
 
@@ -27,6 +27,7 @@ class Inside:
       constants: those of a scan, which its compressed body reads where they are.
       inputs: for each variable that it is given, but for a scan's carry, the operand.
       outputs: for each variable that it returns the equation's output.
+      carried: of a scan, the output of the step before that an input is.
     """
 
     program: Jaxpr
@@ -34,6 +35,7 @@ class Inside:
     constants: frozenset[Var]
     inputs: tuple[tuple[Var, Var], ...]
     outputs: tuple[tuple[Var, Var], ...]
+    carried: Mapping[Var, Atom] = dataclasses.field(default_factory=dict)
 
 
 def insides(jaxpr: Jaxpr, facts: Facts) -> Iterator[Inside]:
@@ -59,6 +61,7 @@ def scan_bodies(jaxpr: Jaxpr, facts: Facts) -> Iterator[Inside]:
             constants=frozenset(variables[:num_consts]),
             inputs=tuple(pair for pair in inside.inputs if pair[0] not in carry),
             outputs=tuple(pair for pair in inside.outputs if pair[0] in variables),
+            carried=dict(zip(carry, inside.program.outvars, strict=False)),
         )
 
 
