@@ -3,8 +3,8 @@
 Sinkhorn's scaling vectors u = a / (K @ v) and v = a / (K.T @ u); a particle filter's
 weights w p(x) / sum(w p(x)). A small element is as important there as a large one: the
 next step's K, or likelihood, is large where it is small. Rounded among larger ones, the
-noise was 2 gradients at 8 bits for both, and is magnified with each step. So the states
-stay exact, and what is divided by. They are small beside the matrix, or the particles.
+noise was 3 gradients at 8 bits for both. So the states stay exact, and what is divided
+by. They are small beside the matrix, or the particles.
 
 A state that is divided by its own sum alone, as Sinkhorn's matrix, is stored over that.
 """
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from jaxact._form.affine_classes import Classes
 from jaxact._form.pole_arguments import pole_in
-from jaxact._jaxpr.primitives import SELECTIONS, SUMS
+from jaxact._jaxpr.primitives import BARRIERS, SELECTIONS, SUMS
 from jaxact._jaxpr.read import variables_in
 from jaxact._jaxpr.types import Atom, Eqn, Jaxpr, Producers, Var
 
@@ -59,7 +59,9 @@ def _behind(
         v = todo.pop()
         eqn = producers.get(v)
         inputs = variables_in([carried[v]]) if v in carried else []
-        if eqn is not None and eqn.primitive.name in _SCALED:
+        if eqn is not None and eqn.primitive.name in BARRIERS:
+            inputs = variables_in([eqn.invars[eqn.outvars.index(v)]])
+        elif eqn is not None and eqn.primitive.name in _SCALED:
             inputs = variables_in(eqn.invars)
         new = [u for u in inputs if u not in seen]
         todo += new
