@@ -11,7 +11,8 @@ is exact and that has the noise of its largest elements, 1e8 of q's, which softm
 multiplies with p again (1e3 gradients at 8 bits). With q exact too it has none. An
 exponential that may be large is such an inverse too: (y - m) exp(-2 h), the slope of a
 normal in a mixture, meets the normal's share of the likelihood, which is small there
-(4 gradients at 8 bits).
+(4 gradients at 8 bits). So is 1 / (a b - c^2), made from exponentials: the inverse of a
+Gaussian's covariance, whose slopes meet these again (5 gradients).
 """
 
 import functools
@@ -35,6 +36,8 @@ from jaxact._plan.reading import Reading
 
 # Parts of one network's output are sources apart.
 _UNSELECTED = CHEAP - SELECTIONS
+# Slopes that a source replaces.
+_SEVERAL = 2
 _LARGE_TOGETHER = MOVES | frozenset("mul div neg square integer_pow exp exp2".split())
 
 
@@ -73,7 +76,35 @@ def sources_near_poles(
     for v in slopes:  # from a network's output, or its parts: a mixture's deviations
         whole = sources_of(v, classes, producers)
         found |= whole or sources_of(v, classes, producers, _UNSELECTED)
-    return found
+    return found | _sources_of_divisors(chooser, products, stored)
+
+
+def _sources_of_divisors(
+    chooser: Chooser, products: BackwardProducts, stored: Collection[Var]
+) -> set[Var]:
+    """Sources of slopes with a divisor made from exponentials, that has no known bound.
+
+    Exact in place of the slopes, of which there are several for each of them: eight
+    slopes of a conic become two logarithms of scales and a correlation.
+    """
+    classes, producers = chooser.classes, chooser.producers
+    divisors = {
+        v
+        for v in arguments_near_poles(chooser.jaxpr).others
+        if any(
+            eqn.primitive.name in EXPONENTIALS
+            for eqn in equations_behind(v, producers, is_cheap)
+        )
+    }
+    replaced: dict[Var, int] = {}  # elements of slopes, by source
+    for v in stored if divisors else ():
+        behind = equations_behind(v, producers, is_cheap)
+        if any(pole_in(eqn)[0] in divisors for eqn in behind):
+            for source in sources_behind(v, classes, producers) - {v}:
+                replaced[source] = replaced.get(source, 0) + v.aval.size
+    if not replaced or not products.after(replaced, among=products.reading.leaves):
+        return set()
+    return {v for v, size in replaced.items() if _SEVERAL * v.aval.size <= size}
 
 
 def _near_poles(chooser: Chooser, slopes: Collection[Var]) -> list[Var]:
