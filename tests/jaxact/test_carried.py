@@ -97,7 +97,7 @@ def balanced(x):
 
     ones = jnp.ones(STATES), jnp.ones(STATES)
     (u, v), _ = lax.scan(step, ones, None, length=10)
-    return (kernel * u[:, None] * v * W).sum()
+    return (kernel * u[:, None] * v[None] * W).sum()
 
 
 def weighted(x):

@@ -259,8 +259,10 @@ def splatted(w, x):
     a, c = scale[:, 0] ** 2 + 0.3, scale[:, 1] ** 2 + 0.3
     b = 0.9 * skew * scale[:, 0] * scale[:, 1]
     det = a * c - b * b
-    first, second = jnp.mgrid[-3:4, -3:4].reshape(2, 49, 1)
-    power = c / det * first**2 + a / det * second**2 - 2 * b / det * first * second
+    grid = jnp.arange(-3.0, 4.0)
+    first, second = jnp.repeat(grid, 7)[:, None], jnp.tile(grid, 7)[:, None]
+    of_first, of_second, of_both = ((k / det)[None] for k in (c, a, b))
+    power = of_first * first**2 + of_second * second**2 - 2 * of_both * first * second
     return jnp.exp(-power / 2).sum(-1)
 
 
