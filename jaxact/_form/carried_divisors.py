@@ -3,8 +3,8 @@
 Sinkhorn's scaling vectors u = a / (K @ v) and v = a / (K.T @ u); a particle filter's
 weights w p(x) / sum(w p(x)). A small element is as important there as a large one: the
 next step's K, or likelihood, is large where it is small. Rounded among larger ones, the
-noise was 3 gradients at 8 bits for both. So the states stay exact, and what is divided
-by. They are small beside the matrix, or the particles.
+noise was 3 gradients at 8 bits for both. So the states and the divisors stay exact.
+They are small beside the matrix, or the particles.
 
 A state that is divided by its own sum alone, as Sinkhorn's matrix, is stored over that.
 """
