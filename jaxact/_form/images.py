@@ -26,6 +26,7 @@ class Image(NamedTuple):
       total: the sum that it is a multiple of; None before elements are added.
       is_partial: whether elements were left out before: by a mask, or a ReLU. No sum
         bounds these, and over one that is small they would be a group's range.
+      is_masked: whether by a mask: a row may have one element left.
     """
 
     variable: Var
@@ -33,32 +34,33 @@ class Image(NamedTuple):
     degree: int
     total: Var | None = None
     is_partial: bool = False
+    is_masked: bool = False
 
 
 def image_in(eqn: Eqn, image: Image) -> Image | None:
     """The image that an equation makes; None where sizes do not go on."""
-    v, axes, degree, total, is_partial = image
+    v, axes, degree, total, *marks = image
     name, out = eqn.primitive.name, eqn.outvars[0]
     is_same = out.aval.shape == v.aval.shape
     if name == "square" or (name == "integer_pow" and eqn.params["y"] > 0):
-        return Image(out, axes, degree * eqn.params.get("y", 2), total, is_partial)
+        return Image(out, axes, degree * eqn.params.get("y", 2), total, *marks)
     if name in ("add", "add_any") and not any(map(_is_number, eqn.invars)):
         return None  # a residual join
     if name == "div" and eqn.invars[0] is not v:
         return None
     if name in GROWING and is_same:
-        return Image(out, axes, degree * (1 + is_square(eqn)), total, is_partial)
+        return Image(out, axes, degree * (1 + is_square(eqn)), total, *marks)
     if name in ("reduce_sum", "reduce_max"):
         left = [i for k, i in enumerate(axes) if k not in eqn.params["axes"]]
-        return Image(out, tuple(left), degree, total or out, is_partial)
+        return Image(out, tuple(left), degree, total or out, *marks)
     if name == "dot_general" and contracts(eqn):
         return _product(eqn, image)
     is_convolved = name == "conv_general_dilated" and eqn.invars[0] is v
     if is_convolved or (name in SCATTERS and eqn.invars[-1] is v):
         segments = (_SEGMENT,) * out.aval.ndim
-        return Image(out, segments, degree, total or out, is_partial)
+        return Image(out, segments, degree, total or out, *marks)
     if name in MOVES | {"slice", "dynamic_slice"} and eqn.invars[0] is v:
-        return Image(out, _moved(eqn, axes), degree, total, is_partial)
+        return Image(out, _moved(eqn, axes), degree, total, *marks)
     return None
 
 
@@ -94,7 +96,7 @@ def is_by_numbers(eqn: Eqn) -> bool:
 
 def _product(eqn: Eqn, image: Image) -> Image:
     """A product that sums an array, with weights or with itself."""
-    v, axes, degree, total, is_partial = image
+    v, axes, degree, total, *marks = image
     left, right = eqn.invars
     contracted, batch = eqn.params["dimension_numbers"]
     own = 0 if left is v else 1
@@ -105,7 +107,7 @@ def _product(eqn: Eqn, image: Image) -> Image:
         labels += [axes[i] if side == own else None for i in free]
     out = eqn.outvars[0]
     degree *= 1 + (left is right)
-    return Image(out, tuple(labels), degree, total or out, is_partial)
+    return Image(out, tuple(labels), degree, total or out, *marks)
 
 
 def _moved(eqn: Eqn, axes: Sequence[int | None]) -> tuple[int | None, ...]:

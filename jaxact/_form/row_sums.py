@@ -163,7 +163,8 @@ class RowSums:
         v = sums.variable
         own = [(i, n) for i, n in zip(sums.axes, v.aval.shape, strict=True) if n > 1]
         axes = tuple(i for i, _ in own if i is not None)
-        if has_no_rows(sums) or len(set(axes)) < len(own) or sums.is_partial:
+        is_partial = sums.is_partial and not self.is_exponential(x)
+        if has_no_rows(sums) or len(set(axes)) < len(own) or is_partial:
             return None
         if not varies_in_groups(axes, x.aval.shape) or not self._is_unlike(x, v):
             return None
@@ -188,7 +189,7 @@ class RowSums:
         ]
 
     def may_vanish(self, x: Var) -> bool:
-        """Whether sums near a pole leave elements out: all but small ones, at times.
+        """Whether a mask leaves sums near a pole few elements: small ones, at times.
 
         The first of a causal row is alone there: l^2 / (l^2 + 1e-6) has a slope where
         l is near 1e-3, and rounded among larger ones it erred by 10 gradients at 8
@@ -207,11 +208,22 @@ class RowSums:
 
     def _leaves_out(self, x: Var) -> bool:
         if x not in self.partial:
-            self.partial[x] = any(
-                sums.is_partial and self._is_unlike(x, sums.variable)
+            eqn = self.producers.get(x)
+            is_filler = eqn is not None and not any(v.aval.shape for v in eqn.invars)
+            # A softmax's largest element is alone at worst.
+            is_bounded = is_filler or self.is_exponential(x)
+            self.partial[x] = not is_bounded and any(
+                sums.is_masked and self._is_unlike(x, sums.variable)
                 for sums in self._sums(x)
             )
         return self.partial[x]
+
+    def _is_mask(self, eqn: Eqn) -> bool:
+        """Whether it selects by positions: not a ReLU, or an ELU."""
+        (predicate, *_) = eqn.invars
+        maker = None if is_literal(predicate) else self.producers.get(predicate)
+        compared = () if maker is None else variables_in(maker.invars)
+        return eqn.primitive.name == "select_n" and not any(map(is_float, compared))
 
     def has_parts(self, x: Var) -> bool:
         """Whether several sums along the same rows are near a pole: a part of the row.
@@ -257,7 +269,8 @@ class RowSums:
                     continue
                 if found is not None:
                     if not is_sum and eqn.primitive.name in LEAVING_OUT:
-                        found = found._replace(is_partial=True)
+                        is_masked = image.is_masked or self._is_mask(eqn)
+                        found = found._replace(is_partial=True, is_masked=is_masked)
                     seen.add(found.variable)
                     todo.append(found)
 

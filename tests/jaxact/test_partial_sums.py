@@ -124,3 +124,25 @@ def test_weighted_sums_as_many_as_elements(f):
     )
     x = jax.random.normal(keys[2], (4, 64, 64))
     assert draw_error_of(f, params, x) < MOST
+
+
+def masked_softmax(given):
+    _, queries, values = given
+    scores = queries @ values.mT
+    e = jnp.where(CAUSAL, jnp.exp(scores - scores.max(-1, keepdims=True)), 0)
+    return (e / (e.sum(-1, keepdims=True) + 1e-6)) @ values
+
+
+def linear_attention(given):
+    _, queries, values = given
+    q, k = jax.nn.elu(queries) + 1, jax.nn.relu(values)
+    mixed = q @ (k.mT @ values)
+    return mixed / (q @ k.sum(-2)[..., None] + 1e-6)
+
+
+@pytest.mark.parametrize("f", [masked_softmax, linear_attention])
+def test_where_no_mask_leaves_small_sums_all_is_packed(f):
+    rows = jaxact.residuals(jaxact.compress(f, activations=0), GIVEN).rows
+    large = [row for row in rows if row.exact_bytes > 4 * 4 * 64 * 4 + 1]
+    assert large
+    assert not [row for row in large if isinstance(row.action, jaxact.Exact)]
