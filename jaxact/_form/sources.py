@@ -58,25 +58,46 @@ def sources_near_poles(
         kept, _ = chooser.derive(reading.leaves, stored)
         magnified = set(chooser.bases(products.with_others()))
         slopes += _near_poles(chooser, magnified.intersection(stored))
-        by_argument = {v: sources_of(v, classes, producers) for v in arguments}
-        all_sources = set[Var]().union(*by_argument.values())
-        for v, sources in by_argument.items():
+        sources = {v: sources_of(v, classes, producers) for v in arguments}
+        for v, own in sources.items():
             noisy = stored if v in kept else magnified
-            for x in {*noisy, *magnified}:
-                behind = sources_behind(x, classes, producers, ends=sources)
-                behind -= classes.random
-                if behind <= sources and x in noisy:
-                    found |= sources
-                elif (
-                    x in magnified
-                    and behind <= all_sources
-                    and not behind.isdisjoint(sources)
-                ):
-                    found |= behind
+            found |= _with_noise(chooser, own, noisy)
+        found |= _of_several(chooser, sources.values(), magnified)
     for v in slopes:  # from a network's output, or its parts: a mixture's deviations
         whole = sources_of(v, classes, producers)
         found |= whole or sources_of(v, classes, producers, _UNSELECTED)
     return found | _sources_of_divisors(chooser, products, stored)
+
+
+def _with_noise(chooser: Chooser, own: set[Var], noisy: Iterable[Var]) -> set[Var]:
+    """An argument's `own` sources, if a value with noise is made from them alone."""
+    is_found = any(_sources_within(chooser, x, own) <= own for x in noisy)
+    return own if is_found else set()
+
+
+def _of_several(
+    chooser: Chooser, sources: Collection[set[Var]], magnified: Iterable[Var]
+) -> set[Var]:
+    """Sources that slopes have from several arguments, and from nothing else.
+
+    A squashed normal's sample a has slopes in its mean and its deviation's logarithm;
+    1 - a^2 near a pole has one's, the deviation itself the other's. Soft actor-critic
+    (Haarnoja et al. 2018, arXiv:1801.01290, eq. 21) had noise of 500 gradients.
+    """
+    every = set[Var]().union(*sources)
+    found: set[Var] = set()
+    for own in sources:
+        for x in magnified:
+            behind = _sources_within(chooser, x, own)
+            if behind <= every and not behind.isdisjoint(own):
+                found |= behind
+    return found
+
+
+def _sources_within(chooser: Chooser, x: Var, ends: set[Var]) -> set[Var]:
+    """The sources of a value that are not drawn at random, from `ends` on."""
+    behind = sources_behind(x, chooser.classes, chooser.producers, ends=ends)
+    return behind - chooser.classes.random
 
 
 def _sources_of_divisors(
