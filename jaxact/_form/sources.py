@@ -30,7 +30,7 @@ from jaxact._form.pole_arguments import (
 from jaxact._form.poles import sources_behind, sources_of
 from jaxact._jaxpr.flow import fact_of
 from jaxact._jaxpr.primitives import CHEAP, EXPONENTIALS, MOVES, SELECTIONS
-from jaxact._jaxpr.read import equations_behind, is_cheap
+from jaxact._jaxpr.read import equations_behind, is_cheap, variables_in
 from jaxact._jaxpr.types import Eqn, Var
 from jaxact._plan.reading import Reading
 
@@ -71,8 +71,11 @@ def sources_near_poles(
 
 def _with_noise(chooser: Chooser, own: set[Var], noisy: Iterable[Var]) -> set[Var]:
     """An argument's `own` sources, if a value with noise is made from them alone."""
-    is_found = any(_sources_within(chooser, x, own) <= own for x in noisy)
-    return own if is_found else set()
+    found: set[Var] = set()
+    for x in noisy:
+        if _sources_within(chooser, x, own) <= own:
+            found |= own | _drawn(chooser, x)
+    return found
 
 
 def _of_several(
@@ -90,8 +93,26 @@ def _of_several(
         for x in magnified:
             behind = _sources_within(chooser, x, own)
             if behind <= every and not behind.isdisjoint(own):
-                found |= behind
+                found |= behind | _drawn(chooser, x)
     return found
+
+
+def _drawn(chooser: Chooser, x: Var) -> set[Var]:
+    """Random numbers that a value is made from, if they would be rounded.
+
+    Those of a key that is given, a sample's noise, are made again from nothing exact.
+    """
+    classes = chooser.classes
+
+    def is_passed(eqn: Eqn) -> bool:
+        return is_cheap(eqn) and not classes.random.issuperset(eqn.outvars)
+
+    return {
+        classes.whole_base(v)
+        for eqn in equations_behind(x, chooser.producers, is_passed)
+        for v in variables_in(eqn.invars)
+        if v in classes.random and v in classes.base
+    }
 
 
 def _sources_within(chooser: Chooser, x: Var, ends: set[Var]) -> set[Var]:
