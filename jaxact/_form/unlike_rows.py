@@ -4,8 +4,8 @@ Sums by segment that divide others' sums, (sum e v) / (sum e), are not there for
 elements; nor are those in the body of a scan, such as Sinkhorn's iterations, for the
 array that it is given. At 8 bits the noise was 2 and 15 gradients. Such exponentials
 stay exact, and so do those that two sums along a row divide. Networks subtract a
-maximum first, and keep their memory. An array whose elements a mask or a ReLU
-leaves out of the sums stays exact, exponential or not: those of the rest may vanish.
+maximum first, and keep their memory. Other positive values stay exact where a mask
+leaves few of them in a row's sum, which may vanish.
 """
 
 from collections.abc import Collection, Iterable
@@ -78,12 +78,16 @@ def _in_quotients(chooser: Chooser, norms: Norms) -> set[Var]:
         divisor, _ = pole_in(eqn)
         if divisor is None:
             continue
-        behind = equations_behind(divisor, chooser.producers, _grows)
-        if not sums.isdisjoint([divisor, *(v for e in behind for v in e.invars)]):
-            for v in chooser.bases(eqn.invars):
-                found |= sources_behind(
-                    v, chooser.classes, chooser.producers, _UNSELECTED
-                )
+        grown = equations_behind(divisor, chooser.producers, _grows)
+        behind = {v for e in grown for v in variables_in(e.invars)}
+        if sums.isdisjoint({divisor, *behind}):
+            continue
+        # Of an inverse alone the other factor.
+        is_inverse = len(variables_in(eqn.invars)) == 1
+        readers = norms.users.get(eqn.outvars[0], ()) if is_inverse else ()
+        products = [e for e in readers if e.primitive.name == "mul"]
+        for v in chooser.bases([x for e in (eqn, *products) for x in e.invars]):
+            found |= sources_behind(v, chooser.classes, chooser.producers, _UNSELECTED)
     return found
 
 

@@ -100,9 +100,8 @@ def _is_shifted(v: Atom, chooser: Chooser) -> bool:
     eqn = chooser.producers.get(v)
     if eqn is None:
         return False
-    scaled, *others = eqn.invars
-    if eqn.primitive.name in ("mul", "div") and all(map(is_literal, others)):
-        return _is_shifted(scaled, chooser)
+    if eqn.primitive.name in ("mul", "div") and is_literal(eqn.invars[1]):
+        return _is_shifted(eqn.invars[0], chooser)
     operands = variables_in(eqn.invars) if eqn.primitive.name in ("add", "sub") else []
     return any(map(chooser.classes.is_exact, operands))
 

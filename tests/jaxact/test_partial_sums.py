@@ -78,7 +78,11 @@ def test_rows_that_a_mask_leaves_few_of(f):
     assert draw_error_of(f, SCALES, GIVEN) < MOST
 
 
-def gated(mix, is_shifted=False):
+def quotient(x, y):
+    return x / y
+
+
+def gated(mix, is_shifted=False, divide=quotient):
     """An attention-free transformer's layer: as many sums as there are elements."""
 
     def f(params, x):
@@ -87,7 +91,7 @@ def gated(mix, is_shifted=False):
         if is_shifted:
             k = k - k.max(1, keepdims=True)
         e = jnp.exp(k)
-        return jax.nn.sigmoid(q) * mix(bias, e * v) / mix(bias, e)
+        return jax.nn.sigmoid(q) * divide(mix(bias, e * v), mix(bias, e))
 
     return f
 
@@ -112,6 +116,10 @@ GATED = {
     "by positions": gated(by_positions),
     "by positions, less maxima": gated(by_positions, is_shifted=True),
     "by a convolution": gated(by_convolution),
+    "by the inverse": gated(by_positions, divide=lambda x, y: x * (1 / (y + 1e-6))),
+    "by at least so much": gated(
+        by_positions, divide=lambda x, y: x / jnp.maximum(y, 1e-6)
+    ),
 }
 
 
