@@ -158,8 +158,9 @@ def classify(
                 # 0.5 x before a norm, which tells the scales of its channels alone.
                 classes.parts[v], base = base, v
             whole = classes.parts.get(v)
-            if whole is not None and is_summed(v) and not is_summed(whole):
-                del classes.parts[v]  # the noise of the whole is magnified
+            if whole is not None and whole not in classes.exponentials:
+                if is_summed(v) and not is_summed(whole):
+                    del classes.parts[v]  # the noise of the whole is magnified
             if base is None and not _settle(eqn, v, classes, facts, small_size):
                 base = v
             if base is not None and v in kept:

@@ -140,7 +140,7 @@ def test_calls_outside_of_jit_leave_no_programs():
     before = count()
     for _ in range(4):
         gradient(W, X)
-    assert count() == before
+    assert count() <= before
 
 
 def test_the_weights_gradient_is_there_once():
