@@ -90,6 +90,27 @@ class Flat:
         numbers = range(len(outputs)) if self.returned is None else self.returned
         return Links(carried, variables_in([outputs[o] for o in numbers]))
 
+    def among(
+        self, jaxpr: Jaxpr, before: Sequence[str], after: Sequence[str] = ()
+    ) -> "Flat":
+        """A program with this one's inputs among parameters, and with its outputs.
+
+        Args:
+          before, after: the parameters' names.
+        """
+        return dataclasses.replace(
+            self,
+            jaxpr=jaxpr,
+            kinds=(
+                *(Kind.PARAMETER for _ in before),
+                *self.kinds,
+                *(Kind.PARAMETER for _ in after),
+            ),
+            paths=(*before, *self.paths, *after),
+            owners=(*(-1 for _ in before), *self.owners, *(-1 for _ in after)),
+            carried=tuple((len(before) + i, output) for i, output in self.carried),
+        )
+
     def inside(self, scope: str) -> "Flat | None":
         """The function that is evaluated in a scope; None if parts of it are not."""
         jaxpr = without_scope(self.jaxpr, scope)

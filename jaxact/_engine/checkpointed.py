@@ -4,7 +4,6 @@ The checkpointed call is a program of its own, whose only residuals are the inpu
 is compressed as any other, and so is the call inside it.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ import jax
 
 from jaxact._engine.seeds import salted
 from jaxact._engine.storage import Draw
-from jaxact._flat import Flat, Kind
+from jaxact._flat import Flat
 from jaxact._jaxpr.compat import open_jaxpr
 from jaxact._jaxpr.types import Array
 
@@ -37,25 +36,6 @@ def checkpointed(
     inputs = [draw.seed, *values, *settings]
     closed = jax.make_jaxpr(jax.checkpoint(inside))(*inputs)
     jaxpr, consts = open_jaxpr(closed)
-    outer = dataclasses.replace(
-        flat,
-        jaxpr=jaxpr,
-        kinds=(
-            *(Kind.PARAMETER for _ in (*consts, draw.seed)),
-            *flat.kinds,
-            *(Kind.PARAMETER for _ in settings),
-        ),
-        paths=(
-            *("closed over" for _ in consts),
-            "seed",
-            *flat.paths,
-            *("probe" for _ in settings),
-        ),
-        owners=(
-            *(-1 for _ in (*consts, draw.seed)),
-            *flat.owners,
-            *(-1 for _ in settings),
-        ),
-        carried=tuple((len(consts) + 1 + i, output) for i, output in flat.carried),
-    )
+    before = [*("closed over" for _ in consts), "seed"]
+    outer = flat.among(jaxpr, before, ["probe" for _ in settings])
     return outer, [*consts, *inputs]

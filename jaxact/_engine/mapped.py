@@ -19,7 +19,7 @@ from jax.extend import core as jex
 from jax.interpreters import ad, batching
 
 from jaxact._engine.storage import Draw
-from jaxact._flat import Flat, Kind
+from jaxact._flat import Flat
 from jaxact._jaxpr.compat import open_jaxpr
 from jaxact._jaxpr.types import Array
 
@@ -115,14 +115,7 @@ def _over_batch(
     if None in out_dims:  # such as a penalty of weights
         closed = trace(list(out_dims))
     jaxpr, consts = open_jaxpr(closed)
-    batch = dataclasses.replace(
-        flat,
-        jaxpr=jaxpr,
-        kinds=(*(Kind.PARAMETER for _ in consts), *flat.kinds),
-        paths=(*("closed over" for _ in consts), *flat.paths),
-        owners=(*(-1 for _ in consts), *flat.owners),
-        carried=tuple((len(consts) + i, output) for i, output in flat.carried),
-    )
+    batch = flat.among(jaxpr, ["closed over" for _ in consts])
     return batch, consts, out_dims
 
 

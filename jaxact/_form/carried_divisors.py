@@ -9,7 +9,7 @@ They are small beside the matrix, or the particles.
 A state that is divided by its own sum alone, as Sinkhorn's matrix, is stored over that.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from jaxact._form.affine_classes import Classes
 from jaxact._form.pole_arguments import pole_in
@@ -37,24 +37,22 @@ def bases_in_carried_divisors(
         divisor, _ = pole_in(eqn)
         if eqn.primitive.name not in ("div", "integer_pow") or divisor is None:
             continue
-        behind = _behind([divisor], producers, carried)
+        behind = _behind(divisor, producers, carried)
         if behind.isdisjoint(eqn.outvars):
             continue
         states = {
             v
             for v in behind.intersection(carried)
-            if not _behind([v], producers, carried).isdisjoint(eqn.outvars)
+            if not _behind(v, producers, carried).isdisjoint(eqn.outvars)
         }
-        if any(_is_product(producers[v], behind) for v in behind & producers.keys()):
+        if any(_is_product(producers[v]) for v in behind & producers.keys()):
             found |= {divisor, *states}
     return {classes.whole_base(v) for v in found if not classes.is_exact(v)}
 
 
-def _behind(
-    values: Sequence[Var], producers: Producers, carried: Mapping[Var, Atom]
-) -> set[Var]:
-    """Values that some are made from by scaling and adding, in earlier steps too."""
-    todo, seen = list(values), set(values)
+def _behind(value: Var, producers: Producers, carried: Mapping[Var, Atom]) -> set[Var]:
+    """Values that one is made from by scaling and adding, in earlier steps too."""
+    todo, seen = [value], {value}
     while todo:
         v = todo.pop()
         eqn = producers.get(v)
@@ -69,7 +67,7 @@ def _behind(
     return seen
 
 
-def _is_product(eqn: Eqn, states: set[Var]) -> bool:
-    """Whether it multiplies an array in `states` with another array."""
+def _is_product(eqn: Eqn) -> bool:
+    """Whether it multiplies two arrays."""
     arrays = [v for v in variables_in(eqn.invars) if v.aval.size > 1]
     return eqn.primitive.name in _PRODUCTS and len(arrays) > 1

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxact._form.affine_classes import Classes
 from jaxact._form.pole_arguments import MIXING, arguments_near_poles
 from jaxact._form.returned import values_returned
-from jaxact._jaxpr.primitives import CHEAP, EXPONENTIALS
+from jaxact._jaxpr.primitives import CHEAP, EXPONENTIALS, SELECTIONS
 from jaxact._jaxpr.read import (
     call_body,
     is_literal,
@@ -27,6 +27,8 @@ from jaxact._jaxpr.types import Atom, Eqn, Jaxpr, Producers, Var
 # and those whose slope a rounded result does not give: softplus(x), elu(x) + 1.
 _SLOPE_BY_RESULT = EXPONENTIALS | {"logistic"}
 _SLOPES = _SLOPE_BY_RESULT | frozenset("log log1p expm1 erfc".split())
+# Parts of one network's output, a gate beside values, are sources apart.
+UNSELECTED = CHEAP - SELECTIONS
 # Elements of sources for each of an argument's: log(x^2 + y^2).
 _MORE = 2
 

@@ -27,15 +27,13 @@ from jaxact._form.pole_arguments import (
     arguments_near_poles,
     pole_in,
 )
-from jaxact._form.poles import sources_behind, sources_of
+from jaxact._form.poles import UNSELECTED, sources_behind, sources_of
 from jaxact._jaxpr.flow import fact_of
-from jaxact._jaxpr.primitives import CHEAP, EXPONENTIALS, MOVES, SELECTIONS
+from jaxact._jaxpr.primitives import EXPONENTIALS, MOVES
 from jaxact._jaxpr.read import equations_behind, is_cheap, variables_in
 from jaxact._jaxpr.types import Eqn, Var
 from jaxact._plan.reading import Reading
 
-# Parts of one network's output are sources apart.
-_UNSELECTED = CHEAP - SELECTIONS
 # Slopes that a source replaces.
 _SEVERAL = 2
 _LARGE_TOGETHER = MOVES | frozenset("mul div neg square integer_pow exp exp2".split())
@@ -65,7 +63,7 @@ def sources_near_poles(
         found |= _of_several(chooser, sources.values(), magnified)
     for v in slopes:  # from a network's output, or its parts: a mixture's deviations
         whole = sources_of(v, classes, producers)
-        found |= whole or sources_of(v, classes, producers, _UNSELECTED)
+        found |= whole or sources_of(v, classes, producers, UNSELECTED)
     return found | _sources_of_divisors(chooser, products, stored)
 
 
@@ -130,6 +128,8 @@ def _sources_of_divisors(
     slopes of a conic become two logarithms of scales and a correlation.
     """
     classes, producers = chooser.classes, chooser.producers
+    if not classes.exponentials:
+        return set()
     divisors = {
         v
         for v in arguments_near_poles(chooser.jaxpr).others
@@ -186,7 +186,7 @@ def _with_exponentials(
         return []
     intervals = find_intervals(chooser.jaxpr)
     parts = functools.partial(
-        sources_behind, classes=chooser.classes, producers=producers, cheap=_UNSELECTED
+        sources_behind, classes=chooser.classes, producers=producers, cheap=UNSELECTED
     )
 
     def residuals_of(v: Var) -> set[Var]:

@@ -54,17 +54,16 @@ def find_statistics(jaxpr: Jaxpr, facts: Facts) -> set[Var]:
         inputs = variables_in(eqn.invars)
         if not inputs or not eqn.outvars:  # a random draw; a print
             continue
-        if programs_in(eqn):
-            own = divisors.intersection(eqn.outvars) - contracted
-            statistics.update(filter(is_float, own))
+        own = divisors.intersection(eqn.outvars) - contracted
+        statistics.update(filter(is_float, own))
         v = eqn.outvars[0]
         if v in contracted or not is_float(v):
             continue
         if numbers.issuperset(inputs):
             numbers.add(v)
         if v in divisors:
-            statistics.add(v)
-        elif eqn.primitive.name in REDUCTIONS | SCATTERS | {"reduce_window_sum"}:
+            continue
+        if eqn.primitive.name in REDUCTIONS | SCATTERS | {"reduce_window_sum"}:
             is_smaller = v.aval.size < max(x.aval.size for x in inputs)
             if is_smaller and v in magnified:
                 statistics.add(v)

@@ -14,15 +14,12 @@ from jaxact._form.chooser import Chooser
 from jaxact._form.images import GROWING
 from jaxact._form.norms import Norms, norms_in
 from jaxact._form.pole_arguments import pole_in
-from jaxact._form.poles import sources_behind
+from jaxact._form.poles import UNSELECTED, sources_behind
 from jaxact._jaxpr.compat import open_jaxpr
-from jaxact._jaxpr.primitives import CHEAP, EXPONENTIALS, MOVES, SELECTIONS
+from jaxact._jaxpr.primitives import EXPONENTIALS, MOVES
 from jaxact._jaxpr.read import equations_behind, producers_of, variables_in
 from jaxact._jaxpr.rewrite import flatten, inlinable_body
 from jaxact._jaxpr.types import Atom, Eqn, Var
-
-# Parts of one network's output, a gate beside values, are sources apart.
-_UNSELECTED = CHEAP - SELECTIONS
 
 
 def bases_in_unlike_rows(
@@ -87,7 +84,7 @@ def _in_quotients(chooser: Chooser, norms: Norms) -> set[Var]:
         readers = norms.users.get(eqn.outvars[0], ()) if is_inverse else ()
         products = [e for e in readers if e.primitive.name == "mul"]
         for v in chooser.bases([x for e in (eqn, *products) for x in e.invars]):
-            found |= sources_behind(v, chooser.classes, chooser.producers, _UNSELECTED)
+            found |= sources_behind(v, chooser.classes, chooser.producers, UNSELECTED)
     return found
 
 
