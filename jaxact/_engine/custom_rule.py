@@ -86,6 +86,20 @@ def _differentiate(
     ]
 
 
+def vmap_along(
+    axis: Any, f: Callable[..., Any], in_axes: Any, out_axes: Any = 0
+) -> Callable[..., Any]:
+    """`jax.vmap` along an axis as JAX describes it to batching rules: name, size."""
+    return jax.vmap(
+        f,
+        in_axes=in_axes,
+        out_axes=out_axes,
+        axis_size=axis.size,
+        axis_name=axis.name if isinstance(axis.name, str | tuple) else None,
+        spmd_axis_name=axis.spmd_name,
+    )
+
+
 def _chosen(values: Sequence[Any], is_chosen: Sequence[bool]) -> list[Any]:
     return [value for value, chosen in zip(values, is_chosen, strict=True) if chosen]
 
@@ -148,14 +162,7 @@ class _Batched:
                 full.append(next(own) if is_array else SymbolicZero(aval))
             return self.transpose(residuals, full)
 
-        name = self.axis.name
-        mapped = jax.vmap(
-            of_one,
-            in_axes=(list(self.residual_dims), 0),
-            axis_size=self.axis.size,
-            axis_name=name if isinstance(name, str | tuple) else None,
-            spmd_axis_name=self.axis.spmd_name,
-        )
+        mapped = vmap_along(self.axis, of_one, (list(self.residual_dims), 0))
         found = mapped(list(residuals), _chosen(cotangents, is_known))
         # Examples share an argument without the axis: its cotangents are summed.
         return [

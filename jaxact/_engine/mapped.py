@@ -18,6 +18,7 @@ import jax
 from jax.extend import core as jex
 from jax.interpreters import ad, batching
 
+from jaxact._engine.custom_rule import vmap_along
 from jaxact._engine.storage import Draw
 from jaxact._flat import Flat
 from jaxact._jaxpr.compat import open_jaxpr
@@ -101,14 +102,7 @@ def _over_batch(
         return outputs
 
     def trace(out_axes: Any) -> Any:
-        mapped = jax.vmap(
-            each,
-            in_axes=tuple(dims),
-            out_axes=out_axes,
-            axis_size=axis.size,
-            axis_name=axis.name if isinstance(axis.name, str | tuple) else None,
-            spmd_axis_name=axis.spmd_name,
-        )
+        mapped = vmap_along(axis, each, tuple(dims), out_axes)
         return jax.make_jaxpr(mapped)(*values)
 
     closed = trace(0)
