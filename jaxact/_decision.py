@@ -33,6 +33,7 @@ class Reason(enum.Enum):
     WEIGHTED = "it is multiplied by its own exponential, as in sum(p log p)"
     UNLIKE_ROWS = "something is divided by its row sums, which may have any size"
     NEAR_POLE = "it, or its divisor, comes near a pole (of a logarithm, a root, 1 / x)"
+    REPEATED = "larger arrays are made from it: its differences from others, say"
     RETURNED = "a positive output: a loss outside may take its logarithm or inverse"
     BEFORE_POLE = (
         "a derivative near a pole, or with an exponential, is computed from it and "

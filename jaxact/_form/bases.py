@@ -12,6 +12,7 @@ from jaxact._form.conditioning import ill_conditioned
 from jaxact._form.cuts import is_cut_at_groups
 from jaxact._form.derivative import DERIVATIVE_OF
 from jaxact._form.norms import Norms, norms_in
+from jaxact._form.repeated import sources_of_larger
 from jaxact._form.sources import sources_near_poles
 from jaxact._jaxpr.flow import fact_of
 from jaxact._jaxpr.primitives import ELEMENTWISE, PLACEMENTS, VIEWS
@@ -138,6 +139,9 @@ def _bases(reading: Reading) -> _Bases:
     if found:
         spared |= dict.fromkeys(found - spared.keys(), Reason.BEFORE_POLE)
         chooser = chooser_with(spared)
+    if repeated := _repeated(reading, chooser):
+        spared |= dict.fromkeys(repeated - spared.keys(), Reason.REPEATED)
+        chooser = chooser_with(spared)
 
     def bases_with(wholes: Collection[Var]) -> _Bases:
         stored = tuple(chooser.choose(reading.leaves, wholes))
@@ -147,6 +151,14 @@ def _bases(reading: Reading) -> _Bases:
     bases = bases_with(())
     wholes = _alike_in_parts(bases)
     return bases_with(wholes) if wholes else bases
+
+
+def _repeated(reading: Reading, chooser: Chooser) -> set[Var]:
+    """Small sources that stay exact in place of larger values that would be rounded."""
+    stored = chooser.choose(reading.leaves)
+    rounded = [v for v in stored if _is_rounded_without_rule(reading, chooser, v)]
+    found = sources_of_larger(chooser, rounded)
+    return {v for v in found if not _has_rule(reading, chooser, v)}
 
 
 def _uses(reading: Reading, roundings: Mapping[Atom, int]) -> Uses:
@@ -294,9 +306,14 @@ def _is_rounded_without_rule(reading: Reading, chooser: Chooser, v: Var) -> bool
     Or it would be in longer rows: a number each, from which slopes are computed.
     """
     decision = reading.decide(_residual(reading, chooser, v))
-    if decision.rule is not None or isinstance(decision.action, Recompute):
-        return False
-    return decision.bias is not Bias.EXACT or decision.declined != ""
+    is_rounded = decision.bias is not Bias.EXACT or decision.declined != ""
+    return is_rounded and not _has_rule(reading, chooser, v)
+
+
+def _has_rule(reading: Reading, chooser: Chooser, v: Var) -> bool:
+    """Whether the policy has a rule for a base, or recomputes it."""
+    decision = reading.decide(_residual(reading, chooser, v))
+    return decision.rule is not None or isinstance(decision.action, Recompute)
 
 
 def _residual(reading: Reading, chooser: Chooser, v: Var) -> Residual:
