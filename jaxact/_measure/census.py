@@ -17,7 +17,7 @@ from jaxact._jaxpr.read import programs_in
 from jaxact._jaxpr.rewrite import without_unused
 from jaxact._jaxpr.types import Array, Eqn, Jaxpr, PyTree
 from jaxact._plan.forward import active_of, with_active
-from jaxact._plan.mark import mark_p
+from jaxact._plan.mark import copies_of, mark_p
 from jaxact._trace import is_inexact
 
 
@@ -65,7 +65,7 @@ def census(
     jaxpr, _ = open_jaxpr(jax.make_jaxpr(derivative)(list(values)))
     rounded: dict[str, Rounded] = {}
     # A checkpoint's forward pass also marks residuals that it does not keep.
-    for eqn, copies in _marks(without_unused(jaxpr), 1):
+    for eqn, copies in _marks(without_unused(jaxpr)):
         decision = eqn.params["decision"]
         bits, key = _bits(decision.action), decision.residual.key
         if bits is not None:
@@ -80,24 +80,23 @@ def census(
     return tuple(rounded.values())
 
 
-def _marks(jaxpr: Jaxpr, copies: int) -> Iterator[tuple[Eqn, int]]:
+def _marks(jaxpr: Jaxpr, around: tuple[Eqn, ...] = ()) -> Iterator[tuple[Eqn, int]]:
     """The marks in the order of the forward pass, with the copies of each."""
     recomputed: list[Iterator[tuple[Eqn, int]]] = []
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in CHECKPOINTS:  # the last one's backward pass is first
-            recomputed.append(_marks_inside(eqn, copies))
+            recomputed.append(_marks_inside(eqn, around))
         else:
-            yield from _marks_inside(eqn, copies)
+            yield from _marks_inside(eqn, around)
     for marks in reversed(recomputed):
         yield from marks
 
 
-def _marks_inside(eqn: Eqn, copies: int) -> Iterator[tuple[Eqn, int]]:
+def _marks_inside(eqn: Eqn, around: tuple[Eqn, ...]) -> Iterator[tuple[Eqn, int]]:
     if eqn.primitive is mark_p:
-        yield eqn, copies
-    repeated = copies * eqn.params.get("length", 1)
+        yield eqn, copies_of(eqn, around)
     for body in programs_in(eqn):
-        yield from _marks(body, repeated)
+        yield from _marks(body, (*around, eqn))
 
 
 def _bits(action: Action) -> float | None:

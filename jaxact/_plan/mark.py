@@ -10,6 +10,7 @@ in another way, for measuring. Marks compile to nothing.
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -20,7 +21,7 @@ from jax.interpreters import ad, batching, mlir
 from jaxact._decision import Decision
 from jaxact._flat import Flat
 from jaxact._jaxpr.compat import CALL_MARK
-from jaxact._jaxpr.types import Array, Axes, PyTree, Shape, Tangent
+from jaxact._jaxpr.types import Array, Axes, Eqn, PyTree, Shape, Tangent
 from jaxact._policy import Policy
 
 mark_p = jex.Primitive("jaxact_residual")
@@ -69,6 +70,25 @@ def mark(
         *leaves, decision=decision, shape=shape, policy=policy, used_rules=used_rules
     )
     return jax.tree.unflatten(tree, marked)
+
+
+def copies_of(eqn: Eqn, around: Sequence[Eqn]) -> int:
+    """How many arrays a mark stands for, given the equations around it.
+
+    A scan stacks one for each step. In a `shard_map` every device has its own, as in
+    tensor parallelism; where JAX knows that some devices have the same, it counts once.
+    """
+    varying: set[Any] = set()
+    for v in eqn.outvars:
+        varying |= set(v.aval.manual_axis_type.varying)
+    copies = 1
+    for outer in around:
+        copies *= outer.params.get("length", 1)
+        if outer.primitive.name == "shard_map":
+            axes = set(outer.params["newly_manual_axes"])
+            split = axes & varying if outer.params["check_vma"] else axes
+            copies *= math.prod(outer.params["mesh"].shape[axis] for axis in split)
+    return copies
 
 
 def will_be_rounded(x: jax.Array, decision: Decision) -> jax.Array:

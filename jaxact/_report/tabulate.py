@@ -14,7 +14,7 @@ from jaxact._jaxpr.labels import DERIVATIVE
 from jaxact._jaxpr.primitives import CHECKPOINTS
 from jaxact._jaxpr.read import num_bytes, programs_in, variables_in
 from jaxact._jaxpr.types import Atom, Eqn, Jaxpr, Var
-from jaxact._plan.mark import mark_p
+from jaxact._plan.mark import copies_of, mark_p
 from jaxact._policy import Policy, Rule
 from jaxact._report.table import ResidualRow, ResidualTable
 from jaxact._residual import Provenance, Residual
@@ -26,7 +26,7 @@ class _Marks:
 
     Attributes:
       numbers: from the identities of a marking equation and those around it.
-      marked: each marking equation, and the copies that scans around it stack.
+      marked: each marking equation, and the arrays that it stands for.
     """
 
     numbers: dict[tuple[int, ...], int] = dataclasses.field(default_factory=dict)
@@ -39,9 +39,8 @@ class _Marks:
         # A body shared by several calls is a different residual in each.
         key = (*map(id, around), id(eqn))
         if key not in self.numbers:
-            copies = math.prod(outer.params.get("length", 1) for outer in around)
             self.numbers[key] = len(self.marked)
-            self.marked.append((eqn, copies))
+            self.marked.append((eqn, copies_of(eqn, around)))
         return joined | 1 << self.numbers[key]
 
 
@@ -77,7 +76,7 @@ def checkpointed_rows(eqns: Sequence[Eqn]) -> tuple[ResidualRow, ...]:
 
     Its checkpoints do, and custom rules that differentiate compressed calls.
     """
-    groups = [list(_marks_in(eqns, 1))]
+    groups = [list(_marks_in(eqns, ()))]
     groups += _checkpoints(eqns)  # the last one's backward pass is first
     return tuple(
         _marked_row(eqn, copies, _bytes_of(eqn.outvars, copies))
@@ -86,28 +85,39 @@ def checkpointed_rows(eqns: Sequence[Eqn]) -> tuple[ResidualRow, ...]:
     )
 
 
-def _checkpoints(eqns: Sequence[Eqn]) -> Iterator[list[tuple[Eqn, int]]]:
-    """For each checkpoint its marks, and the copies of each that its scans stack."""
+def _checkpoints(
+    eqns: Sequence[Eqn], mapped: tuple[Eqn, ...] = ()
+) -> Iterator[list[tuple[Eqn, int]]]:
+    """For each checkpoint its marks, and the arrays that each stands for.
+
+    Those exist for one step at a time where scans are around it, but on each device.
+
+    Args:
+      mapped: the `shard_map`s around the equations.
+    """
     for eqn in eqns:
         if eqn.primitive.name in CHECKPOINTS:
-            yield list(_marks_inside(eqn, 1))
+            yield list(_marks_inside(eqn, mapped))
+        inside = (*mapped, eqn) if eqn.primitive.name == "shard_map" else mapped
         for body in programs_in(eqn):
-            yield from _checkpoints(body.eqns)
+            yield from _checkpoints(body.eqns, inside)
 
 
-def _marks_inside(eqn: Eqn, copies: int) -> Iterator[tuple[Eqn, int]]:
+def _marks_inside(eqn: Eqn, around: tuple[Eqn, ...]) -> Iterator[tuple[Eqn, int]]:
     """The marks in an equation's programs, but for those in checkpoints of these."""
     for body in programs_in(eqn):
-        yield from _marks_in(body.eqns, copies)
+        yield from _marks_in(body.eqns, around)
 
 
-def _marks_in(eqns: Sequence[Eqn], copies: int) -> Iterator[tuple[Eqn, int]]:
+def _marks_in(
+    eqns: Sequence[Eqn], around: tuple[Eqn, ...]
+) -> Iterator[tuple[Eqn, int]]:
     """The marks among equations and in them, but for those in checkpoints."""
     for eqn in eqns:
         if eqn.primitive is mark_p:
-            yield eqn, copies
+            yield eqn, copies_of(eqn, around)
         elif eqn.primitive.name not in CHECKPOINTS:
-            yield from _marks_inside(eqn, copies * eqn.params.get("length", 1))
+            yield from _marks_inside(eqn, (*around, eqn))
 
 
 class _Bytes(NamedTuple):

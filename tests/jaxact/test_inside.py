@@ -11,7 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec, SingleDeviceSharding
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    PartitionSpec,
+    SingleDeviceSharding,
+)
 
 import jaxact
 from jaxact import Exact, Policy
@@ -258,3 +264,25 @@ def test_products_that_a_checkpoint_inside_makes_again(place):
     f = jax.checkpoint(lambda x, w: jnp.sin(x @ w) @ w)
     program = jax.make_jaxpr(PLACES[place](f))(X, W)
     assert largest_recomputed(program.jaxpr) == X.nbytes
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_residual_in_a_shard_map_counts_on_every_device(check_vma, steps):
+    """Tensor parallelism: exact and stored bytes are both those of all devices."""
+    layer = jaxact.compress(lambda x, w: lax.psum(jnp.tanh(x @ w), "model"))
+    mapped = jax.shard_map(
+        layer,
+        mesh=AbstractMesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2),
+        in_specs=(PartitionSpec("data"), PartitionSpec(None, "model")),
+        out_specs=PartitionSpec("data"),
+        check_vma=check_vma,
+    )
+
+    def loss(xs, w):
+        return lax.scan(lambda sum, x: (sum + mapped(x, w).sum(), None), 0.0, xs)[0]
+
+    xs, w = jnp.ones((steps, 32, 64)), jnp.ones((64, 512))
+    (row,) = jaxact.residuals(loss, xs, w).rows
+    assert row.exact_bytes == steps * 32 * 512 * 4
+    assert row.exact_bytes / 8 < row.stored_bytes < row.exact_bytes / 7
