@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence, Set
 from types import MappingProxyType
 
 from jaxact._form.intervals import REALS, Interval, find_intervals, interval_of
+from jaxact._jaxpr.compat import custom_vjp_body, open_jaxpr
 from jaxact._jaxpr.primitives import EXPONENTIALS, MOVES, POLES, SELECTIONS, SUMS
 from jaxact._jaxpr.read import (
     equations_behind,
@@ -162,6 +163,8 @@ def arguments_near_poles(
             mixtures.update(eqn.outvars)
         x, pole = pole_in(eqn)
         if x is None:
+            x, pole = _pole_in_rule(eqn)
+        if x is None:
             continue
         lo, hi = interval_of(x, intervals)
         if lo < pole + MARGIN and hi > pole - MARGIN:
@@ -197,6 +200,25 @@ def pole_in(eqn: Eqn) -> tuple[Var | None, float]:
     elif name == "pow" and not _is_power(inputs[1]):
         operand = inputs[0]
     return (None if operand is None or is_literal(operand) else operand), pole
+
+
+def _pole_in_rule(eqn: Eqn) -> tuple[Var | None, float]:
+    """The operand in which a function with a rule of its own has a pole.
+
+    A logarithm whose rule calls it again and divides by its operand: the slope 2 z of
+    an operand z^2 + 1e-6 had noise of 7 gradients at 8 bits.
+    """
+    body = custom_vjp_body(eqn)
+    if body is None:
+        return None, 0.0
+    jaxpr, _ = open_jaxpr(body)
+    operands = dict(zip(jaxpr.invars, eqn.invars, strict=True))
+    for inside in jaxpr.eqns:
+        x, pole = pole_in(inside)
+        operand = None if x is None else operands.get(x)
+        if operand is not None and not is_literal(operand):
+            return operand, pole
+    return None, 0.0
 
 
 def _is_power(exponent: Atom) -> bool:

@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxact
 from jaxact import Exact, Policy, Rule
-from support.programs import assert_same_bits, gradient_error
+from support.programs import assert_same_bits, gradient_error, relative_error
 
 pytestmark = pytest.mark.unoptimized
 
@@ -287,3 +287,26 @@ def test_a_rule_with_slopes_joins_its_neighbours():
     g = lambda x: jnp.sin(f(jnp.sin(x)))
     assert len(jaxact.residuals(g, X, policy=Policy(8)).rows) == 1
     assert gradient_error(g, X, policy=Policy(8)) < 0.02
+
+
+INNER = {
+    "square": lambda z: z * z,
+    "sigmoid": lambda z: jax.nn.sigmoid(4 * z),
+    "softplus": jax.nn.softplus,
+}
+
+
+@pytest.mark.parametrize("inner", INNER.values(), ids=INNER)
+def test_a_rule_that_divides_by_its_operand(inner):
+    """What a logarithm is taken of keeps exact slopes where its rule calls it again."""
+
+    @jax.custom_vjp
+    def log(x):
+        return jnp.log(x)
+
+    log.defvjp(lambda x: (log(x), x), lambda x, ct: (ct / x,))
+    f = lambda w, v, x: log(inner(x @ w) + 1e-6) @ v
+    loss = lambda f: lambda ws: ((f(*ws, X) - X) ** 2).mean()
+    gradient = lambda f: jax.jit(jax.grad(loss(f)))((jnp.tile(W, 4), jnp.tile(W, 4).T))
+    small = jaxact.compress(f, policy=Policy(8))
+    assert relative_error(gradient(small)[0], gradient(f)[0]) < 0.02
