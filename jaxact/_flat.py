@@ -38,6 +38,7 @@ class Flat:
       carried: in a scan's body, each input that is an output of the step before, and
         that output, as numbers.
       returned: numbers of the outputs that leave the call; None: all do.
+      is_inside: whether an equation in another call holds it: a scan, a conditional.
       unlabelled: the function whose `labelled` this is.
     """
 
@@ -47,6 +48,7 @@ class Flat:
     owners: tuple[int, ...]
     carried: tuple[tuple[int, int], ...] = ()
     returned: tuple[int, ...] | None = None
+    is_inside: bool = False
     unlabelled: "Flat | None" = dataclasses.field(
         default=None, init=False, compare=False, repr=False
     )
@@ -69,7 +71,7 @@ class Flat:
         if self.unlabelled is not None:  # labels follow from the program
             return self.unlabelled.first_alike.labelled
         structure = open_structure(self.jaxpr)
-        links = self.carried, self.returned
+        links = self.carried, self.returned, self.is_inside
         key = structure, self.kinds, self.paths, self.owners, links
         return _traced.setdefault(key, self)
 

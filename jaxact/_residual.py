@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from jaxact._jaxpr.compat import open_jaxpr
 from jaxact._jaxpr.labels import (
+    BODIES,
     CALLS,
     DERIVATIVE,
     Label,
@@ -47,8 +48,8 @@ class Residual:
         JAX computes to differentiate `tanh`. Under a path that ends with 'derivative',
         the function that a derivative is of.
       call: tells it from the same residual of other lines' calls with its path, as
-        '@call#1', and of other scans or none, as '@scan' and '@scan#2'; '' outside of
-        scans in the first call.
+        '@call#1', and of other scans, branches and `shard_map`s or none, as '@scan',
+        '@scan#2' and '@cond@branch#1'; '' outside of these in the first call.
       is_normalized: whether it is stored through a normalization over channels, such
         as BatchNorm's.
       is_carry: whether it is the carry that enters each step of a scan, stacked. Its
@@ -82,10 +83,10 @@ class Residual:
         Path, label and call. It is the same in every trace of a program, whatever is
         differentiated and at any batch size. Numbers count the user's own operations,
         and the places that make calls with one path; what JAX traces apart (a jitted
-        function, a checkpoint) counts from 0, and so does a scan's body, whose keys
-        end with '@scan'. Calls of one place with one path share keys, as a scan's steps
-        do: a model that a loop calls for each part of a batch. Calls without any path
-        do not.
+        function, a checkpoint) counts from 0, and so do a scan's body, whose keys end
+        with '@scan', a branch and a `shard_map`. Calls of one place with one path share
+        keys, as a scan's steps do: a model that a loop calls for each part of a batch.
+        Calls without any path do not.
         """
         label = self.label or self.name or self.primitive
         return join_paths(self.path, label) + self.call
@@ -323,10 +324,10 @@ def _is_in_cell(path: str) -> bool:
 
 @functools.lru_cache  # as `visible`
 def call_suffix(prefix: str) -> str:
-    """The scans in a path, and the calls that are not the first with theirs."""
+    """The bodies in a path, and the calls that are not the first with theirs."""
     labels = [
         x
         for x in labels_in(prefix)
-        if x.kind == "scan" or x.kind == "call" and x.number
+        if x.kind in BODIES or x.kind == "call" and x.number
     ]
     return "".join(f"@{label}" for label in labels)

@@ -31,14 +31,20 @@ from jaxact._decision import Decision
 from jaxact._engine.checkify import noting_checks
 from jaxact._engine.checkpointed import checkpointed
 from jaxact._engine.custom_rule import with_rule
+from jaxact._engine.inside import holds_programs
 from jaxact._engine.lines import user_line
 from jaxact._engine.mapped import on_batch
 from jaxact._engine.number import Site, number_in_trace
-from jaxact._engine.outputs import independent_outputs, select_outputs, when_all
+from jaxact._engine.outputs import (
+    has_rule,
+    independent_outputs,
+    select_outputs,
+    when_all,
+)
 from jaxact._engine.passes import Passes
 from jaxact._engine.planning import CallKey, plan_call
 from jaxact._engine.primal import Primal
-from jaxact._engine.scan import CompressBody, contains_scan
+from jaxact._engine.scan import CompressBody
 from jaxact._engine.seeds import salted, seed_at
 from jaxact._engine.storage import Draw, Packed, Source, Storage
 from jaxact._engine.warnings import notice, notice_call, planning, warn_about_rules
@@ -201,21 +207,23 @@ class Engine:
         engine = replace(self, report=when_all(len(groups), self.report))
         outputs: dict[int, jax.Array] = {}
         for i, numbers in enumerate(groups):
-            rule = _Rule(engine, select_outputs(flat, numbers))
+            part = select_outputs(flat, numbers)
             own = draw._replace(seed=salted(draw.seed, "outputs", i))
-            outputs.update(zip(numbers, rule(own, values), strict=True))
+            is_ruled = has_rule(flat, numbers)
+            results = _Rule(engine, part)(own, values) if is_ruled else part(*values)
+            outputs.update(zip(numbers, results, strict=True))
         return [outputs[i] for i in range(len(outputs))]
 
-    def scan_bodies(self, decisions: list[Decision]) -> CompressBody:
-        """Evaluates the bodies of scans, compressed; adds the decisions to a list."""
-        scans = itertools.count()
+    def bodies(self, decisions: list[Decision]) -> CompressBody:
+        """Evaluates programs inside, compressed; adds the decisions to a list."""
+        numbers = itertools.count()
 
         def compress_body(
             body: Flat, draw: Draw, values: Sequence[Array], scope: str
         ) -> list[jax.Array]:
             prefix = join_paths(self.prefix, scope)
             inner = replace(self, prefix=prefix, report=decisions.extend, path="")
-            own = draw._replace(seed=salted(draw.seed, "scan", next(scans)))
+            own = draw._replace(seed=salted(draw.seed, "scan", next(numbers)))
             return inner(body, own, values)
 
         return compress_body
@@ -252,8 +260,7 @@ class _Rule:
     def primal(self) -> Primal:
         """The call where nothing is differentiated."""
         engine = self.engine
-        call = CompressedCall(self.flat, engine.own_policy, engine.prefix)
-        return Primal.of(call)
+        return Primal.of(CompressedCall(self.flat, engine.own_policy, engine.prefix))
 
     def __call__(self, draw: Draw, values: Sequence[Array]) -> list[jax.Array]:
         call = with_rule(self.primal, self.forward, self.backward)
@@ -336,15 +343,13 @@ class _Rule:
             flat,
             engine.own_policy,
             engine.storage,
-            engine.prefix if contains_scan(flat.jaxpr) else None,
+            engine.prefix if holds_programs(flat.jaxpr) else None,
             active,
             tuple(draw.probe),
             engine.is_checkpointed,
         )
         with planning():
-            passes, inside = plan_call(
-                key, engine.prefix, engine.scan_bodies, draw, values
-            )
+            passes, inside = plan_call(key, engine.prefix, engine.bodies, draw, values)
         if is_traced(values):  # outside of a trace each call has a path of its own
             passes.keep(self.primal)
         decided = passes.plan.all_decisions

@@ -10,7 +10,7 @@ from jaxact._decision import Decision
 from jaxact._flat import Flat, Kind
 from jaxact._jaxpr.compat import HAS_GENERIC_BATCHING
 from jaxact._jaxpr.flow import fact_of, flow, union
-from jaxact._jaxpr.read import is_float
+from jaxact._jaxpr.read import is_float, variables_in
 from jaxact._jaxpr.rewrite import prune
 
 
@@ -50,10 +50,22 @@ def independent_outputs(flat: Flat) -> list[list[int]]:
         group = groups.setdefault(fact_of(facts, v), []) if is_float(v) else exact
         group.append(number)
     first = next(iter(groups.values()), None)
-    if first is None:
-        return [exact]
+    if first is None or not has_rule(flat, exact):
+        return [*groups.values(), exact]
     first.extend(exact)
     return [sorted(group) for group in groups.values()]
+
+
+def has_rule(flat: Flat, numbers: Sequence[int]) -> bool:
+    """Whether these outputs have a derivative rule.
+
+    Before 0.12 integers that differ between the devices of a `shard_map` cannot: the
+    type of their tangents, float0, does not say that these differ.
+    """
+    outputs = [flat.jaxpr.outvars[i] for i in numbers]
+    if HAS_GENERIC_BATCHING or any(map(is_float, outputs)):
+        return True
+    return not any(v.aval.manual_axis_type.varying for v in variables_in(outputs))
 
 
 def select_outputs(flat: Flat, numbers: Sequence[int]) -> Flat:

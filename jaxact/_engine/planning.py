@@ -10,8 +10,9 @@ import jax
 
 from jaxact._checkpoint_policies import SaveEither, save_packed
 from jaxact._decision import Decision
+from jaxact._engine.inside import holds_programs, push_inside
 from jaxact._engine.passes import Passes
-from jaxact._engine.scan import CompressBody, contains_scan, push_into_scans
+from jaxact._engine.scan import CompressBody
 from jaxact._engine.storage import Draw, Storage
 from jaxact._flat import Flat, Kind
 from jaxact._form import flattened, least, plan_bases, rewrite, with_rule_factors
@@ -22,7 +23,7 @@ from jaxact._plan.forward import Forward, ForwardTrace
 from jaxact._policy import Policy
 from jaxact._trace import Static
 
-# Makes the evaluation of scan bodies, whose decisions it adds to the list.
+# Makes the evaluation of programs inside, whose decisions it adds to the list.
 NewBody: TypeAlias = Callable[[list[Decision]], CompressBody]
 
 
@@ -32,7 +33,7 @@ class CallKey:
 
     Attributes:
       flat: the first function with this structure.
-      prefix: the call's module path, where scans inside have plans of their own.
+      prefix: the call's module path, where programs inside have plans of their own.
       active: whether each value is differentiated.
       keys: the probe's.
       is_checkpointed: as the engine's.
@@ -52,7 +53,7 @@ class _Plans:
     """The plans for calls that are alike, such as a network's equal layers.
 
     Attributes:
-      nested: decisions for the scans inside, of the last trace.
+      nested: decisions for the programs inside, of the last trace.
       latest: the last forward program, and its plan.
     """
 
@@ -67,7 +68,7 @@ class _Made:
 
     Attributes:
       forwards: the program as planners read it, in one way or several.
-      nested: decisions for the scans inside.
+      nested: decisions for the programs inside.
       by_prefix: passes for each module path on which decisions depend.
       distinct: passes for each distinct plan.
     """
@@ -100,11 +101,11 @@ def _keep(plans: _Plans) -> None:
 def plan_call(
     key: CallKey, prefix: str, new_body: NewBody, draw: Draw, values: Sequence[Array]
 ) -> tuple[Passes, tuple[Decision, ...]]:
-    """The passes for a call, and the decisions for the scans inside.
+    """The passes for a call, and the decisions for the programs inside.
 
     Args:
       prefix: the call's module path.
-      new_body: evaluates the bodies of scans, compressed.
+      new_body: evaluates the programs inside, compressed.
     """
     plans = _planned.get(key)
     if plans is None:
@@ -149,7 +150,7 @@ def _start(key: CallKey, new_body: NewBody) -> _Plans:
 def _differentiable(
     key: CallKey, compress_body: CompressBody
 ) -> Callable[..., list[jax.Array]]:
-    """(draw, *values) -> outputs: scans compressed inside, the rest checkpointed."""
+    """(draw, *values) -> outputs: compressed inside, the rest checkpointed."""
     flat, policy = key.flat, key.policy
     if policy.chooses_form:
         flat, widen = rewrite(flat, key.active)
@@ -160,8 +161,8 @@ def _differentiable(
         return flat(*values)
 
     run = plain
-    if contains_scan(flat.jaxpr):
-        run = push_into_scans(flat, compress_body)
+    if holds_programs(flat.jaxpr):
+        run = push_inside(flat, compress_body)
     if policy.recompute is not None:
         assert callable(policy.recompute), "of one call, see Policy.for_call"
         keep = SaveEither(policy.recompute, save_packed)

@@ -178,10 +178,11 @@ def classify(
 def _is_parameter(eqn: Eqn, v: Var, facts: Facts) -> bool:
     """Whether a call has it from parameters alone, whatever else the call computes.
 
-    A weight that a shard_map copies to each device; one that a custom rule's forward
-    rule returns beside its result, as those of `nnx.custom_vjp` do.
+    A weight that a shard_map copies to each device, or that a branch returns for its
+    backward pass, as before JAX 0.12; one that a custom rule's forward rule returns
+    beside its result, as those of `nnx.custom_vjp` do.
     """
-    if eqn.primitive.name == "shard_map":
+    if eqn.primitive.name in ("shard_map", "cond"):
         return not is_activation(facts, v)
     return call_body(eqn) is not None and not fact_of(facts, v)
 

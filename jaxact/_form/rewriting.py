@@ -12,7 +12,7 @@ from jaxact._form.softmax import with_softmaxes
 from jaxact._jaxpr.flow import Facts, fact_of, facts_inside, flow
 from jaxact._jaxpr.links import NO_LINKS, Links
 from jaxact._jaxpr.primitives import MOVES
-from jaxact._jaxpr.read import is_float
+from jaxact._jaxpr.read import is_float, is_of_platforms
 from jaxact._jaxpr.rewrite import Body, flatten, jit_body, with_held_programs
 from jaxact._jaxpr.types import Array, Eqn, Jaxpr, Predicate, Var
 from jaxact._plan.facts import ACTIVATION, input_facts, is_activation, learn
@@ -67,6 +67,8 @@ def _with_forms(
     jaxpr = with_cells(jaxpr, classes, depends, active)
 
     def change(eqn: Eqn, inside: Jaxpr) -> Jaxpr:
+        if not is_of_platforms(eqn):  # a call of its own
+            return inside
         inside, _ = flatten(inside, _jit_without_constants)
         given = facts_inside(eqn, [fact_of(facts, v) for v in eqn.invars])
         floats = filter(is_float, (*inside.constvars, *inside.invars))
@@ -81,13 +83,13 @@ def _with_constants(flat: Flat, jaxpr: Jaxpr, position: int, count: int) -> Flat
     def insert(items: tuple[T, ...], item: T) -> tuple[T, ...]:
         return (*items[:position], *[item] * count, *items[position:])
 
-    return Flat(
-        jaxpr,
-        insert(flat.kinds, Kind.PARAMETER),
-        insert(flat.paths, "closed over"),
-        insert(flat.owners, -1),
-        tuple((i + count * (i >= position), output) for i, output in flat.carried),
-        flat.returned,
+    return dataclasses.replace(
+        flat,
+        jaxpr=jaxpr,
+        kinds=insert(flat.kinds, Kind.PARAMETER),
+        paths=insert(flat.paths, "closed over"),
+        owners=insert(flat.owners, -1),
+        carried=tuple((i + count * (i >= position), out) for i, out in flat.carried),
     )
 
 

@@ -38,12 +38,12 @@ def open_jaxpr(closed: ClosedJaxpr) -> tuple[Jaxpr, Sequence[Array]]:
     return getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
 
 
-def with_jaxpr(closed: ClosedJaxpr, jaxpr: Jaxpr) -> Any:
-    """`closed` with another jaxpr that has the same constants."""
+def with_jaxpr(closed: ClosedJaxpr, jaxpr: Jaxpr, **changes: Any) -> Any:
+    """`closed` with another jaxpr that has the same constants, or with other ones."""
     is_pair = hasattr(closed, "consts") and hasattr(closed, "jaxpr")
     if not is_pair or closed.jaxpr is closed:
         return jaxpr
-    return closed.replace(jaxpr=jaxpr)
+    return closed.replace(jaxpr=jaxpr, **changes)
 
 
 def custom_vjp_body(eqn: Eqn) -> ClosedJaxpr | None:
@@ -146,6 +146,23 @@ def jit_shardings(eqn: Eqn, side: str) -> list[jax.sharding.Sharding | None]:
     """
     found = eqn.params[f"{side}_shardings"]
     return [None if type(s).__name__ == "UnspecifiedValue" else s for s in found]
+
+
+def with_body(eqn: Eqn, body: Jaxpr) -> dict[str, Any]:
+    """The parameters of a `jit` with another body, which has no constants.
+
+    Of the inputs that the body has before the equation's own the jit asks nothing.
+    `jax.jit` with `in_shardings` cannot say that of one input alone where a mesh is
+    set: it takes None for replicated there.
+    """
+    more = len(body.invars) - len(eqn.invars)
+    plain = jax.make_jaxpr(jax.jit(lambda x: x))(0).eqns[0].params
+    asked = {
+        name: (*plain[name] * more, *eqn.params[name])
+        for name in ("in_shardings", "in_layouts", "donated_invars")
+    }
+    closed = with_jaxpr(eqn.params["jaxpr"], body, consts=[])
+    return eqn.params | asked | {"jaxpr": closed}
 
 
 def bind_params(eqn: Eqn) -> tuple[Sequence[Callable[..., Any]], dict[str, Any]]:

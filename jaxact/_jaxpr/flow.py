@@ -14,7 +14,8 @@ from jaxact._jaxpr.read import call_body, is_literal
 from jaxact._jaxpr.types import Atom, ClosedJaxpr, Eqn, Jaxpr, Var
 
 Facts: TypeAlias = dict[Var, int]
-# (equation, facts about its inputs, equations around it) -> about its outputs
+# (equation, facts about its inputs, equations around it) -> about its outputs; those of
+# a conditional are about its index, and about one output in each branch
 Transfer: TypeAlias = Callable[[Eqn, Sequence[int], tuple[Eqn, ...]], int]
 
 
@@ -64,9 +65,8 @@ def flow_through(
             _outputs(b, facts[1:], transfer, (*around, eqn))
             for b in eqn.params["branches"]
         ]
-        return [
-            facts[0] | union(eqn, outs, around) for outs in zip(*branches, strict=True)
-        ]
+        outputs = zip(*branches, strict=True)
+        return [transfer(eqn, [facts[0], *outs], around) for outs in outputs]
     if name in BARRIERS:
         return list(facts)
     body = eqn.params["jaxpr"] if name == "shard_map" else call_body(eqn)

@@ -32,6 +32,9 @@ _KINDS = (
 CALLS = frozenset(
     "jit checkpoint custom_vjp custom_jvp_call cond while scan shard_map".split()
 )
+# Kinds of labels for programs that count their equations from 0: a scan's body, a
+# shard_map's, a conditional's branches, and the body of a jit with shardings.
+BODIES = frozenset("scan shard_map cond branch sharded".split())
 # The scope for local derivatives, inside that for their function.
 DERIVATIVE = "derivative"
 

@@ -122,6 +122,15 @@ def held_programs(eqn: Eqn) -> Sequence[ClosedJaxpr]:
     return held if isinstance(held, tuple) else (held,)
 
 
+def is_of_platforms(eqn: Eqn) -> bool:
+    """Whether it is a `lax.platform_dependent`.
+
+    JAX lowers the branch for this platform alone, and the others may be of kernels that
+    it has not.
+    """
+    return eqn.params.get("branches_platforms") is not None
+
+
 def programs_in(eqn: Eqn) -> list[Jaxpr]:
     """The programs in an equation's parameters."""
     is_program = lambda value: hasattr(value, "eqns")

@@ -33,7 +33,12 @@ def kind_of(facts: int) -> Kind:
 
 
 def learn(eqn: Eqn, facts: Sequence[int], around: tuple[Eqn, ...]) -> int:
-    """An unknown argument makes activations where it is computed with, not moved."""
+    """An unknown argument makes activations where it is computed with, not moved.
+
+    Nor where it selects: of weights a branch returns one, or JAX returns them from it.
+    """
+    if eqn.primitive.name == "cond":
+        return union(eqn, facts[1:], around)
     out = union(eqn, facts, around)
     if out & UNKNOWN and eqn.primitive.name not in VIEWS | PLACEMENTS:
         out |= ACTIVATION

@@ -12,6 +12,7 @@ from collections.abc import Collection
 
 import numpy as np
 
+from jaxact._jaxpr.compat import BARRIER_KEEPS_TYPES
 from jaxact._jaxpr.primitives import RESHAPES
 from jaxact._jaxpr.read import variables_in
 from jaxact._jaxpr.rewrite import (
@@ -41,7 +42,7 @@ def with_products_apart(jaxpr: Jaxpr, packed: Collection[Var]) -> Jaxpr:
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == _PRODUCT and not moved.isdisjoint(eqn.outvars):
             operands = dict.fromkeys(variables_in(eqn.invars))
-            shared = [v for v in operands if readers[v] > 1]
+            shared = [v for v in operands if readers[v] > 1 and _can_wait(v)]
             own = {v: new_variable(v.aval) for v in shared}
             eqns += [_barrier(eqn, v, own[v], number=len(eqns)) for v in shared]
             eqn = eqn.replace(invars=[own.get(x, x) for x in eqn.invars])
@@ -56,6 +57,11 @@ def _with_moved(jaxpr: Jaxpr, packed: Collection[Var]) -> set[Var]:
         if eqn.primitive.name in RESHAPES and not moved.isdisjoint(eqn.outvars):
             moved.update(variables_in(eqn.invars))
     return moved
+
+
+def _can_wait(v: Var) -> bool:
+    """Whether a barrier takes it with a number that is the same on all devices."""
+    return BARRIER_KEEPS_TYPES or not v.aval.manual_axis_type.varying
 
 
 def _barrier(like: Eqn, v: Var, own: Var, number: int) -> Eqn:

@@ -49,6 +49,7 @@ class Reading:
     small_size: int
     provenance: Provenance
     prefix: str
+    is_inside: bool
 
     def is_activation(self, v: Var) -> bool:
         """Whether `v` is made from more than parameters."""
@@ -88,6 +89,7 @@ def read_forward(forward: Forward, flat: Flat, policy: Policy, prefix: str) -> R
         small_size(sizes),
         provenance,
         prefix,
+        flat.is_inside,
     )
 
 
@@ -149,7 +151,11 @@ def _is_coded(reading: Reading, v: Var, decision: Decision) -> bool:
     if reading.is_stored_inside(v):
         return False
     if isinstance(decision.action, Exact):
-        # Marking an argument would keep scan from referencing it in place.
+        # Marking an argument would keep scan from referencing it in place. Unmarked, an
+        # argument in a program inside is packed by the call around, which knows less of
+        # its use. (That a default keeps everything holds there, too.)
         is_key = jnp.issubdtype(v.aval.dtype, jax.dtypes.extended)
-        return v not in reading.inputs and not is_key
+        is_own = reading.is_inside and reading.is_activation(v)
+        is_marked = is_own and decision.reason is not Reason.DEFAULT
+        return (v not in reading.inputs or is_marked) and not is_key
     return True
