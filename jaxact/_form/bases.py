@@ -8,7 +8,7 @@ from jaxact._decision import Decision, Reason, Remark
 from jaxact._flat import Flat
 from jaxact._form.affine_classes import classify
 from jaxact._form.chooser import Chooser
-from jaxact._form.conditioning import ill_conditioned
+from jaxact._form.conditioning import ill_conditioned, kept_inside
 from jaxact._form.cuts import is_cut_at_groups
 from jaxact._form.derivative import DERIVATIVE_OF
 from jaxact._form.norms import Norms, norms_in
@@ -126,6 +126,7 @@ def _bases(reading: Reading) -> _Bases:
 
     chooser = chooser_with(())
     reasons = ill_conditioned(chooser, reading.facts, reading.leaves, reading.links)
+    inside = kept_inside(chooser, reading.facts)
     spared = {
         v: reason
         for v, reason in reasons.items()
@@ -134,7 +135,7 @@ def _bases(reading: Reading) -> _Bases:
     if spared:
         chooser = chooser_with(spared)
     near = [v for v, reason in spared.items() if reason is Reason.NEAR_POLE]
-    found = sources_near_poles(reading, chooser, near)
+    found = sources_near_poles(reading, chooser, near, inside)
     found = {v for v in found if _is_rounded_without_rule(reading, chooser, v)}
     if found:
         spared |= dict.fromkeys(found - spared.keys(), Reason.BEFORE_POLE)

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Sequence, Set
 
+from jaxact._codec import Exact
 from jaxact._decision import Reason
 from jaxact._form.affine_classes import Classes, classify
 from jaxact._form.carried_divisors import bases_in_carried_divisors
@@ -22,8 +23,10 @@ from jaxact._form.weighted_scores import bases_of_weighted_scores
 from jaxact._form.windows import bases_in_windows
 from jaxact._jaxpr.flow import Facts, fact_of
 from jaxact._jaxpr.links import Links
+from jaxact._jaxpr.primitives import TRANSPARENT
 from jaxact._jaxpr.read import producers_of
 from jaxact._jaxpr.types import Atom, Var
+from jaxact._plan.mark import mark_p
 
 
 def ill_conditioned(
@@ -68,6 +71,27 @@ def ill_conditioned(
         known = _inputs_behind(body, found, own)
         carry = {output: known[v] for v, output in body.outputs if v in known}
         reasons |= _operands(body, known, classes, read) | carry
+    return reasons | kept_inside(chooser, facts)
+
+
+def kept_inside(chooser: Chooser, facts: Facts) -> dict[Var, Reason]:
+    """Bases behind operands that plans inside keep exact, and have marked.
+
+    Nothing is stored for them outside, but slopes before them have to be exact, too.
+    """
+    reasons: dict[Var, Reason] = {}
+    jaxpr, outer = chooser.jaxpr, chooser.classes
+    for inside in (*insides(jaxpr, facts), *scan_bodies(jaxpr, facts)):
+        operands, producers = dict(inside.inputs), producers_of(inside.program.eqns)
+        for eqn in inside.program.eqns:
+            if eqn.primitive is not mark_p:
+                continue
+            decision, (v, *_) = eqn.params["decision"], eqn.invars
+            while v in producers and producers[v].primitive.name in TRANSPARENT:
+                v = producers[v].invars[producers[v].outvars.index(v)]
+            base = outer.base.get(operands[v]) if v in operands else None
+            if base is not None and isinstance(decision.action, Exact):
+                reasons[base] = decision.reason
     return reasons
 
 

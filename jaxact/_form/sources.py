@@ -40,12 +40,16 @@ _LARGE_TOGETHER = MOVES | frozenset("mul div neg square integer_pow exp exp2".sp
 
 
 def sources_near_poles(
-    reading: Reading, chooser: Chooser, arguments: Iterable[Var]
+    reading: Reading,
+    chooser: Chooser,
+    arguments: Iterable[Var],
+    inside: Collection[Var],
 ) -> set[Var]:
     """Bases that are better exact than arguments or slopes computed from them.
 
     Args:
       arguments: bases near a pole, which stay exact.
+      inside: those among them that a program inside keeps.
     """
     classes, producers = chooser.classes, chooser.producers
     stored = chooser.choose(reading.leaves)
@@ -58,7 +62,7 @@ def sources_near_poles(
         slopes += _near_poles(chooser, magnified.intersection(stored))
         sources = {v: sources_of(v, classes, producers) for v in arguments}
         for v, own in sources.items():
-            noisy = stored if v in kept else magnified
+            noisy = stored if v in kept or v in inside else magnified
             found |= _with_noise(chooser, own, noisy)
         found |= _of_several(chooser, sources.values(), magnified)
     for v in slopes:  # from a network's output, or its parts: a mixture's deviations
