@@ -116,6 +116,7 @@ def classify(
     kept: Collection[Var] = (),
     is_normalized: Predicate = lambda v: False,
     is_summed: Predicate = lambda v: False,
+    multiplied: Collection[Var] = (),
 ) -> Classes:
     """Find every variable's class.
 
@@ -126,6 +127,7 @@ def classify(
       kept: variables that are stored exactly, whatever they cost.
       is_normalized: whether a variable is the operand of a norm, and stored through it.
       is_summed: whether it is stored over its rows' sums, which may vanish.
+      multiplied: bases that are stored in place of products with `kept` values.
     """
     classes = Classes(
         find_statistics(jaxpr, facts),
@@ -153,7 +155,7 @@ def classify(
         for v in eqn.outvars:
             base = None
             if not _is_parameter(eqn, v, facts):
-                base = _base(eqn, v, classes, comparisons, small_size)
+                base = _base(eqn, v, classes, comparisons, small_size, multiplied)
             if base not in (None, v) and is_normalized(v) and not is_normalized(base):
                 # 0.5 x before a norm, which tells the scales of its channels alone.
                 classes.parts[v], base = base, v
@@ -188,7 +190,12 @@ def _is_parameter(eqn: Eqn, v: Var, facts: Facts) -> bool:
 
 
 def _base(
-    eqn: Eqn, v: Var, classes: Classes, comparisons: _Comparisons, small_size: int
+    eqn: Eqn,
+    v: Var,
+    classes: Classes,
+    comparisons: _Comparisons,
+    small_size: int,
+    multiplied: Collection[Var],
 ) -> Var | None:
     """An output's base; None where it is exact."""
     name, size = eqn.primitive.name, v.aval.size
@@ -233,7 +240,8 @@ def _base(
     bits = _bits_needed(eqn, size, classes)
     if bits > _MOST_BITS and _has_random_factor(eqn, classes):
         return v
-    if masked or smaller or bits >= 1 or _is_scaled_by_spared(eqn, classes):
+    is_scaled = base not in multiplied and _is_scaled_by_spared(eqn, classes)
+    if masked or smaller or bits >= 1 or is_scaled:
         classes.parts[v] = base
         return v
     return base

@@ -112,7 +112,7 @@ def _bases(reading: Reading) -> _Bases:
 
     norms = norms_in(jaxpr, producers)
 
-    def chooser_with(kept: Collection[Var]) -> Chooser:
+    def chooser_with(kept: Collection[Var], factors: Collection[Var] = ()) -> Chooser:
         classes = classify(
             jaxpr,
             reading.small_size,
@@ -121,6 +121,7 @@ def _bases(reading: Reading) -> _Bases:
             kept,
             lambda v: norms.normalizing(v) is not None,
             lambda v: norms.sums.normalizing(v) is not None,
+            factors,
         )
         return Chooser(jaxpr, classes.with_exact(stays), producers)
 
@@ -135,14 +136,14 @@ def _bases(reading: Reading) -> _Bases:
     if spared:
         chooser = chooser_with(spared)
     near = [v for v, reason in spared.items() if reason is Reason.NEAR_POLE]
-    found = sources_near_poles(reading, chooser, near, inside)
+    found, multiplied = sources_near_poles(reading, chooser, near, inside)
     found = {v for v in found if _is_rounded_without_rule(reading, chooser, v)}
     if found:
         spared |= dict.fromkeys(found - spared.keys(), Reason.BEFORE_POLE)
-        chooser = chooser_with(spared)
+        chooser = chooser_with(spared, multiplied)
     if repeated := _repeated(reading, chooser):
         spared |= dict.fromkeys(repeated - spared.keys(), Reason.REPEATED)
-        chooser = chooser_with(spared)
+        chooser = chooser_with(spared, multiplied)
 
     def bases_with(wholes: Collection[Var]) -> _Bases:
         stored = tuple(chooser.choose(reading.leaves, wholes))

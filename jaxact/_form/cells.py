@@ -73,7 +73,7 @@ def with_cells(
     """
     users = _users(jaxpr)
     floats = filter(is_float, (*jaxpr.constvars, *jaxpr.invars))
-    moving, changed = _differentiated(jaxpr, floats), _differentiated(jaxpr, active)
+    moving, changed = changed_in(jaxpr, floats), changed_in(jaxpr, active)
     is_exact = classes.is_exact
     cells: list[tuple[int, Eqn]] = []
     grouped: set[int] = set()
@@ -109,7 +109,7 @@ def with_cells(
     return with_outputs(jaxpr, in_order([*cells, *others]), jaxpr.outvars)
 
 
-def _differentiated(jaxpr: Jaxpr, inputs: Iterable[Var]) -> set[Var]:
+def changed_in(jaxpr: Jaxpr, inputs: Iterable[Var]) -> set[Var]:
     """The variables on a path of derivatives from these inputs to an output.
 
     Random numbers are on none, nor is a metric that nothing reads. A call is on one

@@ -6,8 +6,9 @@ from typing import Any, TypeVar
 
 from jaxact._flat import Flat, Kind
 from jaxact._form.affine_classes import classify
-from jaxact._form.cells import with_cells
+from jaxact._form.cells import changed_in, with_cells
 from jaxact._form.pooling import with_pools
+from jaxact._form.scaled_poles import sources_of_scaled_poles
 from jaxact._form.softmax import with_softmaxes
 from jaxact._jaxpr.flow import Facts, fact_of, facts_inside, flow
 from jaxact._jaxpr.links import NO_LINKS, Links
@@ -62,7 +63,11 @@ def _with_forms(
       active: inputs that are differentiated.
     """
     depends = lambda v: is_activation(facts, v)
-    classes = classify(jaxpr, small, facts, set(filter(depends, jaxpr.invars)))
+    inputs = set(filter(depends, jaxpr.invars))
+    classes = classify(jaxpr, small, facts, inputs)
+    kept = sources_of_scaled_poles(jaxpr, classes, changed_in(jaxpr, active))
+    if kept:
+        classes = classify(jaxpr, small, facts, inputs, kept)
     jaxpr = with_softmaxes(with_pools(jaxpr, depends), depends, links)
     jaxpr = with_cells(jaxpr, classes, depends, active)
 

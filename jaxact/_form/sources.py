@@ -15,8 +15,9 @@ normal in a mixture, meets the normal's share of the likelihood, which is small 
 Gaussian's covariance, whose slopes meet these again (5 gradients).
 """
 
+import collections
 import functools
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from jaxact._form.backward_products import BackwardProducts
 from jaxact._form.chooser import Chooser
@@ -28,14 +29,17 @@ from jaxact._form.pole_arguments import (
     pole_in,
 )
 from jaxact._form.poles import UNSELECTED, sources_behind, sources_of
+from jaxact._form.scaled_poles import has_function_of_fewer
 from jaxact._jaxpr.flow import fact_of
-from jaxact._jaxpr.primitives import EXPONENTIALS, MOVES
-from jaxact._jaxpr.read import equations_behind, is_cheap, variables_in
-from jaxact._jaxpr.types import Eqn, Var
+from jaxact._jaxpr.primitives import EXPONENTIALS, MOVES, SUMS
+from jaxact._jaxpr.read import equations_behind, is_cheap, is_literal, variables_in
+from jaxact._jaxpr.types import Atom, Eqn, Var
 from jaxact._plan.reading import Reading
 
 # Slopes that a source replaces.
 _SEVERAL = 2
+# Results that are multiples of a value if the inexact operands are.
+_SCALED_TOGETHER = SUMS | {"mul"}
 _LARGE_TOGETHER = MOVES | frozenset("mul div neg square integer_pow exp exp2".split())
 
 
@@ -44,8 +48,10 @@ def sources_near_poles(
     chooser: Chooser,
     arguments: Iterable[Var],
     inside: Collection[Var],
-) -> set[Var]:
+) -> tuple[set[Var], set[Var]]:
     """Bases that are better exact than arguments or slopes computed from them.
+
+    And values that are better stored than slopes which are multiples of these.
 
     Args:
       arguments: bases near a pole, which stay exact.
@@ -56,19 +62,27 @@ def sources_near_poles(
     products = BackwardProducts(reading)
     found: set[Var] = set()
     slopes = _with_exponentials(chooser, products, stored)
+    apart: dict[Var, tuple[set[Var], Var]] = {}
     if classes.spared:
         kept, _ = chooser.derive(reading.leaves, stored)
         magnified = set(chooser.bases(products.with_others()))
         slopes += _near_poles(chooser, magnified.intersection(stored))
         sources = {v: sources_of(v, classes, producers) for v in arguments}
+        apart = _sources_apart(chooser, _near_poles(chooser, stored), sources)
         for v, own in sources.items():
             noisy = stored if v in kept or v in inside else magnified
             found |= _with_noise(chooser, own, noisy)
         found |= _of_several(chooser, sources.values(), magnified)
+    multiplied: set[Var] = set()
     for v in slopes:  # from a network's output, or its parts: a mixture's deviations
+        if v in apart:
+            own, factor = apart[v]
+            found |= own
+            multiplied.add(classes.base[factor])
+            continue
         whole = sources_of(v, classes, producers)
         found |= whole or sources_of(v, classes, producers, UNSELECTED)
-    return found | _sources_of_divisors(chooser, products, stored)
+    return found | _sources_of_divisors(chooser, products, stored), multiplied
 
 
 def _with_noise(chooser: Chooser, own: set[Var], noisy: Iterable[Var]) -> set[Var]:
@@ -155,18 +169,86 @@ def _sources_of_divisors(
 
 def _near_poles(chooser: Chooser, slopes: Collection[Var]) -> list[Var]:
     """Those among `slopes` that exact arguments make large: q / (p + 1e-8)."""
-    if not slopes:
-        return []
+    poles = _poles_of_slopes(chooser) if slopes else set()
+    return [v for v in slopes if _is_near(v, poles, chooser)]
+
+
+def _poles_of_slopes(chooser: Chooser) -> set[Var]:
+    """Exact arguments that may come near a pole."""
     near = arguments_near_poles(chooser.jaxpr)
-    exact = chooser.classes.spared.intersection([*near.bounded, *near.others])
-    return [
+    return chooser.classes.spared.intersection([*near.bounded, *near.others])
+
+
+def _is_near(v: Var, poles: Collection[Var], chooser: Chooser) -> bool:
+    """Whether one in `poles` makes a value large."""
+    return any(
+        pole_in(eqn)[0] in poles and eqn.primitive.name not in SMALL_NEAR_POLES
+        for eqn in equations_behind(v, chooser.producers, is_cheap)
+    )
+
+
+def _sources_apart(
+    chooser: Chooser, slopes: Collection[Var], arguments: Mapping[Var, set[Var]]
+) -> dict[Var, tuple[set[Var], Var]]:
+    """Sources with which slopes are multiples of a value without a pole; and the value.
+
+    It is stored for several slopes at once, or for one that meets another factor from a
+    parameter alone: in a real-gated linear recurrent unit, see `scaled_poles.py`. Any
+    other may meet a factor from the value's own sources.
+
+    Args:
+      arguments: near a pole, with their sources.
+    """
+    classes, producers = chooser.classes, chooser.producers
+    is_parameter = lambda v: classes.is_exact(v) and v not in classes.statistics
+    scaled = {
         v
-        for v in slopes
-        if any(
-            pole_in(eqn)[0] in exact and eqn.primitive.name not in SMALL_NEAR_POLES
-            for eqn in equations_behind(v, chooser.producers, is_cheap)
-        )
-    ]
+        for argument, own in arguments.items()
+        if has_function_of_fewer(argument, producers, is_parameter)
+        for v in own
+    }
+    poles = _poles_of_slopes(chooser) if slopes else set()
+    apart = {v: _factors_apart(chooser, v, arguments, poles) for v in slopes}
+    shared = collections.Counter(others for _, others in apart.values())
+    return {
+        v: (own, next(iter(others)))
+        for v, (own, others) in apart.items()
+        if own and len(others) == 1 and (shared[others] >= _SEVERAL or own <= scaled)
+    }
+
+
+def _factors_apart(
+    chooser: Chooser,
+    slope: Var,
+    arguments: Mapping[Var, set[Var]],
+    poles: Collection[Var],
+) -> tuple[set[Var], frozenset[Var]]:
+    """The sources of a slope's arguments near a pole, and its factors from others."""
+    classes, producers = chooser.classes, chooser.producers
+    made = equations_behind(slope, producers, is_cheap)
+    behind = {v for eqn in made for v in eqn.outvars}
+    own = set[Var]().union(*(arguments[v] for v in behind & arguments.keys()))
+
+    def is_own(v: Atom) -> bool:
+        is_known = is_literal(v) or classes.is_exact(v)
+        return is_known or sources_behind(v, classes, producers) <= own
+
+    others, todo = set[Var](), [slope]
+    while todo:
+        v = todo.pop()
+        eqn = producers.get(v)
+        if eqn is None or eqn.primitive.name not in _SCALED_TOGETHER:
+            others.add(v)
+            continue
+        inputs = variables_in(eqn.invars)
+        # A dropout's mask belongs to the value.
+        is_masked = v in classes.parts and classes.spared.isdisjoint(inputs)
+        is_multiple = any(map(is_own, eqn.invars)) and not is_masked
+        if is_multiple or _is_near(v, poles, chooser):
+            todo += [u for u in inputs if not is_own(u)]
+        else:
+            others.add(v)
+    return own, frozenset(others)
 
 
 def _with_exponentials(

@@ -1,0 +1,79 @@
+"""Gates with a pole behind them, times other values: real-gated linear recurrent units.
+
+The oracle is JAX's own gradient: at 8 bits one draw must lie near it.
+"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxact
+from jaxact import Policy
+from support.programs import gradient_error
+
+pytestmark = pytest.mark.unoptimized
+
+ROWS, WIDTH = 256, 64
+KEYS = jax.random.split(jax.random.key(0), 6)
+X = jax.random.normal(KEYS[0], (ROWS, WIDTH))
+# Each channel's rate; they differ by several orders of magnitude.
+PARAMS = {
+    "rate": 2 * jax.random.normal(KEYS[1], (WIDTH,)) - 2,
+    "near pole": jax.random.normal(KEYS[2], (WIDTH, WIDTH)) / 8,
+    "value": jax.random.normal(KEYS[3], (WIDTH, WIDTH)) / 8,
+    "gate": jax.random.normal(KEYS[4], (WIDTH, WIDTH)) / 8,
+}
+OUT = jax.random.normal(KEYS[5], (WIDTH, WIDTH)) / 8
+
+
+def log_decay(p, x):
+    return -jax.nn.sigmoid(x @ p["near pole"]) * jax.nn.softplus(p["rate"])[None]
+
+
+def factor(p, x):
+    return jnp.sqrt(1 - jnp.exp(2 * log_decay(p, x)))
+
+
+def value(p, x):
+    return x @ p["value"]
+
+
+def gated(p, x):
+    return value(p, x) * jax.nn.sigmoid(x @ p["gate"])
+
+
+def scanned(p, x):
+    decay, inputs = jnp.exp(log_decay(p, x)), gated(p, x) * factor(p, x)
+    step = lambda h, now: (now[0] * h + now[1],) * 2
+    return jax.lax.scan(step, jnp.zeros(WIDTH), (decay, inputs))[1]
+
+
+def dropped_out(p, x):
+    mask = jax.random.bernoulli(jax.random.key(7), 0.9, (ROWS, WIDTH))
+    return gated(p, x) * factor(p, x) * mask.astype(jnp.float32)
+
+
+# With the least times fewer bytes that are stored.
+LAYERS = {
+    "one value": (lambda p, x: value(p, x) * factor(p, x), 1.5),
+    "a gated value": (lambda p, x: gated(p, x) * factor(p, x), 2.2),
+    "decayed": (
+        lambda p, x: gated(p, x) * factor(p, x) * jnp.exp(log_decay(p, x)),
+        2.2,
+    ),
+    "dropped out": (dropped_out, 2.2),
+    "scanned": (scanned, 2.5),
+}
+
+
+@pytest.mark.parametrize("layer, ratio", LAYERS.values(), ids=LAYERS)
+def test_only_the_product_before_a_pole_stays_exact(layer, ratio):
+    """Errors in the rates' gradient were 0.1 to 0.3, or all products were exact."""
+    f = lambda rate, p, x: layer(p | {"rate": rate}, x) @ OUT
+    args, policy = (PARAMS["rate"], PARAMS, X), Policy(bits=8)
+    assert gradient_error(f, *args, policy=policy) < 0.03
+    assert gradient_error(f, *args, policy=policy, argnums=1) < 0.03
+    table = jaxact.residuals(f, *args, argnums=(0, 1), policy=policy)
+    large = [r for r in table.rows if r.exact_bytes >= 4 * ROWS * WIDTH]
+    assert sum(r.stored_bytes == r.exact_bytes for r in large) == 1
+    assert table.ratio > ratio
