@@ -48,7 +48,7 @@ class Residual:
         JAX computes to differentiate `tanh`. Under a path that ends with 'derivative',
         the function that a derivative is of.
       call: tells it from the same residual of other lines' calls with its path, as
-        '@call#1', and of other scans, branches and `shard_map`s or none, as '@scan',
+        '@call#1', and of other scans, branches and shard_maps or none, as '@scan',
         '@scan#2' and '@cond@branch#1'; '' outside of these in the first call.
       is_normalized: whether it is stored through a normalization over channels, such
         as BatchNorm's.
@@ -84,7 +84,7 @@ class Residual:
         differentiated and at any batch size. Numbers count the user's own operations,
         and the places that make calls with one path; what JAX traces apart (a jitted
         function, a checkpoint) counts from 0, and so do a scan's body, whose keys end
-        with '@scan', a branch and a `shard_map`. Calls of one place with one path share
+        with '@scan', a branch and a shard_map's. Calls of one place with one path share
         keys, as a scan's steps do: a model that a loop calls for each part of a batch.
         Calls without any path do not.
         """

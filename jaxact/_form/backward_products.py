@@ -29,13 +29,24 @@ class BackwardProducts:
     reading: Reading
 
     def with_others(self) -> list[Var]:
-        """Residuals for which another factor comes before or after, or a mask."""
+        """Residuals for which another factor comes before or after, or a mask.
+
+        After a program inside a factor may come in the program around it.
+        """
         return [
             v
             for v, own in self.reading.forward.residual_pairs
             if self._is_before(self._readers.get(own, ()), _is_product)
             or self._is_after(self._readers.get(own, ()), _is_product)
+            or (self.reading.is_inside and self._leaves(own))
         ]
+
+    def _leaves(self, own: Var) -> bool:
+        """Whether a gradient of as many elements is a multiple of it."""
+        found = variables_in(self.reading.forward.backward.gradients)
+        ends = {v for v in found if v.aval.size == own.aval.size}
+        is_end = lambda eqn: not ends.isdisjoint(eqn.outvars)
+        return _is_met([own], self._readers, is_end, True)
 
     def after(self, sources: Collection[Var], among: Collection[Var]) -> list[Var]:
         """Residuals for which a factor that is computed from `sources` comes before.

@@ -90,7 +90,8 @@ MAGNIFIED = {
     "rows": lambda x: lax.map(near_a_pole, jnp.sin(x)),
     "state": lambda x: lax.scan(lambda h, row: (near_a_pole(h) + row, h), x[0], x)[1],
     "slopes before": lambda x: lax.map(
-        lambda row: jnp.tanh(row[0]) / (row[1] + 1e-3), (x, jax.nn.softplus(4 * x))
+        lambda row: row[0] / (row[1] + 1e-3),
+        (jnp.tanh(x @ W[:64]), jax.nn.softplus(4 * x @ W[64:])),
     ),
     "in a branch": lambda x: lax.cond(
         x[0, 0] > -9, lambda x: lax.map(near_a_pole, x), near_a_pole, jnp.sin(x)
