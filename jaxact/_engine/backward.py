@@ -250,8 +250,10 @@ def _decoded_again(
 def _restored(plan: StoragePlan, decoded: Sequence[jax.Array], env: Env) -> Env:
     """The residuals, given their decoded values."""
     found: Env = {}
-    for v, x in zip(plan.packed, decoded, strict=True):
-        found |= _residuals(v, x, plan, env)
+    values = dict(zip(plan.packed, decoded, strict=True))
+    # Indices of elements that are apart may be packed too: they are known before.
+    for v in sorted(values, key=lambda v: v in plan.apart):
+        found |= _residuals(v, values[v], plan, env | found)
     return found
 
 

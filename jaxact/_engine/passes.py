@@ -131,6 +131,7 @@ class Passes:
         """The variables that are packed, and those that they are normalized with."""
         plan = self.plan
         statistics = [v for n in plan.normalized.values() for v in n.statistics]
+        statistics += [v for one in plan.apart.values() for v in one.statistics]
         return list(dict.fromkeys([*map(plan.source, plan.packed), *statistics]))
 
     def _evaluate(self, inputs: Sequence[Array]) -> tuple[list[jax.Array], Env]:

@@ -125,6 +125,9 @@ def _narrowed(plan: StoragePlan, residuals: Sequence[Atom]) -> StoragePlan:
     for v, norm in plan.normalized.items():
         if not needed.isdisjoint((v, norm.centered)):
             needed.update((v, *norm.statistics))
+    for v, one in plan.apart.items():
+        if v in needed:
+            needed.update(one.statistics)
     packed = set(plan.packed)
     decisions = {
         v: d for v, d in plan.decisions.items() if v in needed or v not in packed

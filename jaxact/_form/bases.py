@@ -15,8 +15,8 @@ from jaxact._form.norms import Norms, norms_in
 from jaxact._form.repeated import sources_of_larger
 from jaxact._form.sources import sources_near_poles
 from jaxact._jaxpr.flow import fact_of
-from jaxact._jaxpr.primitives import ELEMENTWISE, PLACEMENTS, VIEWS
-from jaxact._jaxpr.read import is_float, is_literal, variables_in
+from jaxact._jaxpr.primitives import ELEMENTWISE
+from jaxact._jaxpr.read import is_float, variables_in
 from jaxact._jaxpr.types import Atom, Eqn, Var
 from jaxact._plan.forward import Forward
 from jaxact._plan.reading import (
@@ -26,6 +26,7 @@ from jaxact._plan.reading import (
     keep_instead,
     obstacle,
     read_forward,
+    referenced,
 )
 from jaxact._plan.storage import Normalized, Replay, StoragePlan
 from jaxact._plan.uses import Uses, find_uses
@@ -72,16 +73,23 @@ def plan_bases(
     decisions |= {v: decisions[v].with_remark(Remark.NORMALIZED) for v in normalized}
     # Encoding needs the statistics too: they are kept, not evaluated again.
     statistics = [v for n in normalized.values() for v in n.statistics]
+    apart = {
+        v: one
+        for v, one in reading.forward.apart.items()
+        if v in stored and v not in normalized and decisions[v].bias is not Bias.EXACT
+    }
     classes = bases.chooser.classes.with_kept(set(statistics))
     chooser = dataclasses.replace(bases.chooser, classes=classes)
     known = stored + [n.centered for n in normalized.values() if n.centered]
     kept, replayed = chooser.derive([*reading.leaves, *statistics], known)
+    elements = [v for one in apart.values() for v in one.statistics]
+    kept, statistics = [*kept, *elements], [*statistics, *elements]
     for v in _sources(chooser, recomputed, stored):
         decisions[v] = decisions[v].biased(Remark.RECOMPUTED_FROM)
     replay = _replay(chooser, replayed)
     sources = {v for step in replay for v in step.inputs}.union(statistics)
     decisions |= {v: _decide_exact(bases, v, v in sources) for v in kept}
-    return finish(reading, decisions, replay, normalized)
+    return finish(reading, decisions, replay, normalized, apart)
 
 
 def _replay(chooser: Chooser, replayed: Collection[int]) -> list[Replay]:
@@ -96,13 +104,13 @@ def _replay(chooser: Chooser, replayed: Collection[int]) -> list[Replay]:
 def _bases(reading: Reading) -> _Bases:
     """Classify the values in a forward program."""
     jaxpr, producers = reading.forward.jaxpr, reading.producers
-    referenced = _referenced(reading)
+    in_place = referenced(reading)
     inexact = {
         v
         for v in jaxpr.invars
         if is_float(v)
         and fact_of(reading.facts, v)
-        and (reading.is_activation(v) or v not in referenced)
+        and (reading.is_activation(v) or v not in in_place)
     }
     stays = {
         v
@@ -218,21 +226,6 @@ def _roundings(chooser: Chooser, stored: Sequence[Var]) -> dict[Atom, int]:
             if v not in bits and not chooser.classes.is_exact(v):
                 roundings[v] = union
     return roundings
-
-
-def _referenced(reading: Reading) -> set[Var]:
-    """Inputs that JAX keeps as they are, or moved: they are at hand anyway."""
-    makers, referenced = reading.producers, set()
-    moves = VIEWS | PLACEMENTS
-    for leaf in reading.leaves:
-        v: Atom = leaf
-        while v in makers and makers[v].primitive.name in moves:
-            v = makers[v].invars[0]
-            if is_literal(v):
-                break
-        if not is_literal(v) and v not in makers:
-            referenced.add(v)
-    return referenced
 
 
 def _decide_bases(bases: _Bases) -> Decisions:

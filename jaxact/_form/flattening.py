@@ -3,6 +3,7 @@
 import dataclasses
 
 from jaxact._form.cells import cell_body
+from jaxact._form.largest import with_largest_apart
 from jaxact._form.masked import with_masked
 from jaxact._form.pooling import pool_body
 from jaxact._form.softmax import softmax_body
@@ -20,7 +21,8 @@ def flattened(forward: Forward) -> Forward:
     jaxpr, constants = flatten(forward.jaxpr, body)
     jaxpr = with_held_programs(jaxpr, _without_forms)
     consts = (*forward.consts, *constants)
-    return with_masked(dataclasses.replace(forward, jaxpr=jaxpr, consts=consts))
+    flat = dataclasses.replace(forward, jaxpr=jaxpr, consts=consts)
+    return with_largest_apart(with_masked(flat))
 
 
 def _without_forms(_: Eqn, inside: Jaxpr) -> Jaxpr:

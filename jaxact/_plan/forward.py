@@ -6,7 +6,7 @@ outputs followed by the residuals, so where each residual comes from can be read
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -30,6 +30,7 @@ from jaxact._jaxpr.types import (
     Producers,
     Var,
 )
+from jaxact._plan.apart import Apart
 from jaxact._trace import Static
 
 T = TypeVar("T")
@@ -73,6 +74,7 @@ class Forward:
       vjp_tree: rebuilds the backward function from the residuals; None where these are
         others than its own.
       backward: the equations of that function.
+      apart: for some residuals the map without the largest element in each row.
     """
 
     jaxpr: Jaxpr
@@ -80,6 +82,7 @@ class Forward:
     num_outputs: int
     vjp_tree: Any
     backward: Backward
+    apart: Mapping[Var, Apart] = dataclasses.field(default_factory=dict)
 
     @property
     def residuals(self) -> list[Atom]:

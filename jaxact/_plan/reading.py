@@ -15,8 +15,10 @@ from jaxact._decision import Decision, Reason
 from jaxact._flat import Flat
 from jaxact._jaxpr.flow import Facts, fact_of, flow
 from jaxact._jaxpr.links import Links
-from jaxact._jaxpr.read import variables_in
-from jaxact._jaxpr.types import Producers, Var
+from jaxact._jaxpr.primitives import PLACEMENTS, VIEWS
+from jaxact._jaxpr.read import is_literal, variables_in
+from jaxact._jaxpr.types import Atom, Producers, Var
+from jaxact._plan.apart import Apart
 from jaxact._plan.facts import ACTIVATION, STORED, input_facts, is_activation, learn
 from jaxact._plan.forward import Forward
 from jaxact._plan.storage import Normalized, Replay, StoragePlan
@@ -93,6 +95,21 @@ def read_forward(forward: Forward, flat: Flat, policy: Policy, prefix: str) -> R
     )
 
 
+def referenced(reading: Reading) -> set[Var]:
+    """Inputs that JAX keeps as they are, or moved: they are at hand anyway."""
+    makers, found = reading.producers, set[Var]()
+    moves = VIEWS | PLACEMENTS
+    for leaf in reading.leaves:
+        v: Atom = leaf
+        while v in makers and makers[v].primitive.name in moves:
+            v = makers[v].invars[0]
+            if is_literal(v):
+                break
+        if not is_literal(v) and v not in makers:
+            found.add(v)
+    return found
+
+
 def decide_unrounded(reading: Reading, v: Var, residual: Residual) -> Decision | None:
     """The decision about a value that stays as it is; None where the policy decides.
 
@@ -131,6 +148,7 @@ def finish(
     decisions: dict[Var, Decision],
     replay: Sequence[Replay],
     normalized: dict[Var, Normalized] | None = None,
+    apart: dict[Var, Apart] | None = None,
 ) -> StoragePlan:
     """The plan for `decisions`, with the `replay` that they need."""
     stored = {v: d for v, d in decisions.items() if not isinstance(d.action, Recompute)}
@@ -143,6 +161,7 @@ def finish(
         tuple(decisions.values()),
         reading.policy,
         normalized or {},
+        apart or {},
     )
 
 

@@ -19,6 +19,7 @@ from jaxact._jaxpr.primitives import FUSED
 from jaxact._jaxpr.read import variables_in
 from jaxact._jaxpr.rewrite import prune
 from jaxact._jaxpr.types import Atom, ClosedJaxpr, Env, Eqn, Var
+from jaxact._plan.apart import Apart
 from jaxact._plan.comparisons import Comparison, comparisons
 from jaxact._plan.copies import Copy, copies
 from jaxact._plan.forward import Forward
@@ -196,6 +197,7 @@ class StoragePlan:
       all_decisions: about every residual, for reports.
       policy: that decided.
       normalized: the map that a variable is stored through, for some in `decisions`.
+      apart: the map without the largest element in each row, for some others.
       is_checkpointed: whether the call is in a checkpoint that its policy asked for.
       origin: kept alive, so that equal calls find it.
     """
@@ -207,6 +209,7 @@ class StoragePlan:
     all_decisions: tuple[Decision, ...]
     policy: Policy
     normalized: dict[Var, Normalized] = dataclasses.field(default_factory=dict)
+    apart: dict[Var, Apart] = dataclasses.field(default_factory=dict)
     is_checkpointed: bool = False
     origin: object = None
 
@@ -242,7 +245,8 @@ class StoragePlan:
         replay = tuple((id(step.eqn), step.side) for step in self.replay)
         normalized = tuple((v, n.contents) for v, n in self.normalized.items())
         decisions = tuple(self.decisions.items())
-        return decisions, self.kept, replay, self.all_decisions, normalized
+        apart = tuple(self.apart.items())
+        return decisions, self.kept, replay, self.all_decisions, normalized, apart
 
     @functools.cached_property
     def fused(self) -> frozenset[Var]:
@@ -282,12 +286,13 @@ class StoragePlan:
         return self.forward.jaxpr.outvars[: self.forward.num_outputs]
 
     @functools.cached_property
-    def maps(self) -> dict[Var, Normalized | Copy]:
+    def maps(self) -> dict[Var, Normalized | Copy | Apart]:
         """What some packed variables are encoded through: a norm, or their copy."""
-        others = self.normalized.keys() | self.compared.keys()
+        own = {**self.normalized, **self.apart}
+        others = own.keys() | self.compared.keys()
         whole = [v for v in self.packed if v not in others]
         codecs = {v: self.decisions[v].codec for v in whole}
-        return {**copies(self.forward.jaxpr, codecs), **self.normalized}
+        return {**copies(self.forward.jaxpr, codecs), **own}
 
     @functools.cached_property
     def program(self) -> ClosedJaxpr:
