@@ -48,8 +48,9 @@ class Residual:
         JAX computes to differentiate `tanh`. Under a path that ends with 'derivative',
         the function that a derivative is of.
       call: tells it from the same residual of other lines' calls with its path, as
-        '@call#1', and of other scans, branches and shard_maps or none, as '@scan',
-        '@scan#2' and '@cond@branch#1'; '' outside of these in the first call.
+        '@call#1', and of other scans, branches, shard_maps and jits with shardings, as
+        '@scan#2', '@cond@branch#1', '@shard_map' and '@sharded'; '' outside of these in
+        the first call.
       is_normalized: whether it is stored through a normalization over channels, such
         as BatchNorm's.
       is_carry: whether it is the carry that enters each step of a scan, stacked. Its
