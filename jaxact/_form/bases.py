@@ -134,11 +134,11 @@ def _bases(reading: Reading) -> _Bases:
         return Chooser(jaxpr, classes.with_exact(stays), producers)
 
     chooser = chooser_with(())
-    reasons = ill_conditioned(chooser, reading.facts, reading.leaves, reading.links)
     inside = kept_inside(chooser, reading.facts)
+    reasons = ill_conditioned(chooser, reading.facts, reading.leaves, reading.links)
     spared = {
         v: reason
-        for v, reason in reasons.items()
+        for v, reason in (reasons | inside).items()
         if _is_rounded_by_default(reading, chooser, v)
     }
     if spared:
@@ -168,7 +168,8 @@ def _repeated(reading: Reading, chooser: Chooser) -> set[Var]:
     stored = chooser.choose(reading.leaves)
     rounded = [v for v in stored if _is_rounded_without_rule(reading, chooser, v)]
     found = sources_of_larger(chooser, rounded)
-    return {v for v in found if not _has_rule(reading, chooser, v)}
+    decisions = {v: reading.decide(_residual(reading, chooser, v)) for v in found}
+    return {v for v, decision in decisions.items() if not _has_rule(decision)}
 
 
 def _uses(reading: Reading, roundings: Mapping[Atom, int]) -> Uses:
@@ -302,12 +303,11 @@ def _is_rounded_without_rule(reading: Reading, chooser: Chooser, v: Var) -> bool
     """
     decision = reading.decide(_residual(reading, chooser, v))
     is_rounded = decision.bias is not Bias.EXACT or decision.declined != ""
-    return is_rounded and not _has_rule(reading, chooser, v)
+    return is_rounded and not _has_rule(decision)
 
 
-def _has_rule(reading: Reading, chooser: Chooser, v: Var) -> bool:
-    """Whether the policy has a rule for a base, or recomputes it."""
-    decision = reading.decide(_residual(reading, chooser, v))
+def _has_rule(decision: Decision) -> bool:
+    """Whether a rule decided, or the policy recomputes."""
     return decision.rule is not None or isinstance(decision.action, Recompute)
 
 

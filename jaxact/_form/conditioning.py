@@ -71,7 +71,7 @@ def ill_conditioned(
         known = _inputs_behind(body, found, own)
         carry = {output: known[v] for v, output in body.outputs if v in known}
         reasons |= _operands(body, known, classes, read) | carry
-    return reasons | kept_inside(chooser, facts)
+    return reasons
 
 
 def kept_inside(chooser: Chooser, facts: Facts) -> dict[Var, Reason]:
@@ -108,7 +108,8 @@ def _found_inside(
     own = Chooser(program, classify(program, 0, facts, _inputs(inside)), producers)
     results = [v for v, output in inside.outputs if output in leaving]
     links = Links(inside.carried, results)
-    return own, ill_conditioned(own, facts, program.outvars, links)
+    found = ill_conditioned(own, facts, program.outvars, links)
+    return own, found | kept_inside(own, facts)
 
 
 def _inputs(inside: Inside) -> set[Var]:

@@ -1,10 +1,10 @@
 """Values that are computed inside the programs that an equation holds.
 
-JAX differentiates a conditional's branches, the body in a `shard_map` and a jit with
-shardings as they are, so what these keep are their equation's outputs. An output is
-told apart by the value that it is inside: the statistics that a norm in a branch has
-stay exact as any other's. Their operands JAX keeps outside. Of a scan's body it keeps
-the carry at each step, as an output, besides values that a compressed body marks.
+A conditional's branches, the bodies of scans and `shard_map`s and a jit with shardings
+are calls of their own, which plan for their residuals and mark these. The plan around
+them reads them for its own values: an operand that comes near a pole inside, an output
+that is a statistic there. The branches of `lax.platform_dependent` JAX differentiates
+as they are; their residuals are outputs too, told apart by the values inside.
 """
 
 import dataclasses

@@ -66,9 +66,11 @@ def sources_near_poles(
     if classes.spared:
         kept, _ = chooser.derive(reading.leaves, stored)
         magnified = set(chooser.bases(products.with_others()))
-        slopes += _near_poles(chooser, magnified.intersection(stored))
+        poles = _spared_near_poles(chooser)
+        near = [v for v in stored if _is_near(v, poles, chooser)]
+        slopes += [v for v in near if v in magnified]
         sources = {v: sources_of(v, classes, producers) for v in arguments}
-        apart = _sources_apart(chooser, _near_poles(chooser, stored), sources)
+        apart = _sources_apart(chooser, near, sources, poles)
         for v, own in sources.items():
             noisy = stored if v in kept or v in inside else magnified
             found |= _with_noise(chooser, own, noisy)
@@ -167,20 +169,14 @@ def _sources_of_divisors(
     return {v for v, size in replaced.items() if _SEVERAL * v.aval.size <= size}
 
 
-def _near_poles(chooser: Chooser, slopes: Collection[Var]) -> list[Var]:
-    """Those among `slopes` that exact arguments make large: q / (p + 1e-8)."""
-    poles = _poles_of_slopes(chooser) if slopes else set()
-    return [v for v in slopes if _is_near(v, poles, chooser)]
-
-
-def _poles_of_slopes(chooser: Chooser) -> set[Var]:
+def _spared_near_poles(chooser: Chooser) -> set[Var]:
     """Exact arguments that may come near a pole."""
     near = arguments_near_poles(chooser.jaxpr)
     return chooser.classes.spared.intersection([*near.bounded, *near.others])
 
 
 def _is_near(v: Var, poles: Collection[Var], chooser: Chooser) -> bool:
-    """Whether one in `poles` makes a value large."""
+    """Whether one in `poles` makes a value large: q / (p + 1e-8)."""
     return any(
         pole_in(eqn)[0] in poles and eqn.primitive.name not in SMALL_NEAR_POLES
         for eqn in equations_behind(v, chooser.producers, is_cheap)
@@ -188,7 +184,10 @@ def _is_near(v: Var, poles: Collection[Var], chooser: Chooser) -> bool:
 
 
 def _sources_apart(
-    chooser: Chooser, slopes: Collection[Var], arguments: Mapping[Var, set[Var]]
+    chooser: Chooser,
+    slopes: Collection[Var],
+    arguments: Mapping[Var, set[Var]],
+    poles: Collection[Var],
 ) -> dict[Var, tuple[set[Var], Var]]:
     """Sources with which slopes are multiples of a value without a pole; and the value.
 
@@ -197,6 +196,7 @@ def _sources_apart(
     other may meet a factor from the value's own sources.
 
     Args:
+      slopes: that one in `poles` makes large.
       arguments: near a pole, with their sources.
     """
     classes, producers = chooser.classes, chooser.producers
@@ -207,7 +207,6 @@ def _sources_apart(
         if has_function_of_fewer(argument, producers, is_parameter)
         for v in own
     }
-    poles = _poles_of_slopes(chooser) if slopes else set()
     apart = {v: _factors_apart(chooser, v, arguments, poles) for v in slopes}
     shared = collections.Counter(others for _, others in apart.values())
     return {

@@ -135,17 +135,10 @@ def is_plain_jit(eqn: Eqn) -> bool:
     """
     if eqn.primitive.name not in ("jit", "pjit") or eqn.effects:
         return False
-    shardings = (*jit_shardings(eqn, "in"), *jit_shardings(eqn, "out"))
-    return not any(shardings) and not eqn.params["compiler_options_kvs"]
-
-
-def jit_shardings(eqn: Eqn, side: str) -> list[jax.sharding.Sharding | None]:
-    """The shardings that a `jit` asks for of its inputs ("in") or results ("out").
-
-    Where it says nothing about one, its parameter has a private class.
-    """
-    found = eqn.params[f"{side}_shardings"]
-    return [None if type(s).__name__ == "UnspecifiedValue" else s for s in found]
+    shardings = (*eqn.params["in_shardings"], *eqn.params["out_shardings"])
+    # Where it says nothing about one, its parameter has a private class.
+    asked = [s for s in shardings if type(s).__name__ != "UnspecifiedValue"]
+    return not any(asked) and not eqn.params["compiler_options_kvs"]
 
 
 def with_body(eqn: Eqn, body: Jaxpr) -> dict[str, Any]:

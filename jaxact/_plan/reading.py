@@ -39,6 +39,7 @@ class Reading:
       small_size: the most elements that a small activation among `leaves` has.
       provenance: tells where a variable comes from, inside the call.
       prefix: the call's module path, with its label.
+      is_inside: whether an equation in another call holds it.
     """
 
     forward: Forward
