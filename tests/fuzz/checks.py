@@ -176,6 +176,24 @@ def check_size(p: Plain, r: Rounded) -> list[Failure]:
     return [Failure("size", text)]
 
 
+def check_each(p: Plain, r: Rounded) -> list[Failure]:
+    """(c) Where nothing is biased, each input's gradient errs by less than an eighth.
+
+    Eight bits err by about a 100th of a value, which a dozen operations magnify.
+    """
+    failures = []
+    for n, (gradient, gs) in enumerate(zip(p.gradients, r.gradients, strict=True)):
+        if r.warned or norm([gradient]) < SATURATED * norm(p.cotangents):
+            continue
+        size = norm([gradient])
+        error = np.median([distance([g], [gradient]) for g in gs]) / size
+        own = max(distance([run[n]], [gradient]) for run in p.rounded) / size
+        if error > max(1 / 8, own * STEPS):
+            text = f"8 bits, input {n}: error of {error:.3g} gradients (median)"
+            failures.append(Failure("each", text))
+    return failures
+
+
 def _directions(gradient: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Unit vectors: two random, the gradient's signs, the gradient."""
     n = gradient.size

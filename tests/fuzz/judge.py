@@ -48,6 +48,8 @@ def judge(program: Program, *, thorough: bool) -> list[Failure]:
     if r8 is not None and not any(f.check == "finite" for f in failures):
         failures += checks.check_size(p, r8)
         labels = {row.bias for row in found[1].rows} if found else {"biased"}
+        if "biased" not in labels:
+            failures += checks.check_each(p, r8)
         if r4 is not None and "biased" not in labels:
             attempt("mean", lambda: checks.check_mean(program, p, r8, r4))
     if thorough:
