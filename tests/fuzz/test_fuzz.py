@@ -58,7 +58,7 @@ def test_a_bias_is_found():
 
     assert check_mean(program, p, by(1.02, r8), by(1.02, r4))
     assert check_size(p, by(3.0, r8)) and not check_size(p, r8)
-    assert check_each(p, by(1.2, r8)) and not check_each(p, r8)
+    assert check_each(p, by(1.6, r8)) and not check_each(p, r8)
     moved = dataclasses.replace(r8, outputs=[np.nextafter(r8.outputs[0], 2)])
     assert check_value(p, moved, 8) and not check_value(p, r8, 8)
 
