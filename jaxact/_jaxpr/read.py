@@ -3,7 +3,6 @@
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TypeGuard
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex
@@ -133,9 +132,12 @@ def is_of_platforms(eqn: Eqn) -> bool:
 
 def programs_in(eqn: Eqn) -> list[Jaxpr]:
     """The programs in an equation's parameters."""
-    is_program = lambda value: hasattr(value, "eqns")
-    leaves = jax.tree.leaves(list(eqn.params.values()), is_leaf=is_program)
-    return [open_jaxpr(leaf)[0] for leaf in leaves if is_program(leaf)]
+    found: list[Jaxpr] = []
+    for value in eqn.params.values():
+        for one in value if isinstance(value, (tuple, list)) else (value,):
+            if hasattr(one, "eqns"):
+                found.append(open_jaxpr(one)[0])
+    return found
 
 
 def names_inside(eqn: Eqn) -> frozenset[str]:
