@@ -33,8 +33,9 @@ from jaxact._jaxpr.read import (
     loses_precision,
     variables_in,
 )
-from jaxact._jaxpr.types import Atom, Eqn, Jaxpr, Predicate, Var
+from jaxact._jaxpr.types import Atom, Eqn, Predicate, Var
 from jaxact._plan.facts import is_activation
+from jaxact._plan.program import Program, found_once
 
 # Where max or min takes its first operand: the comparison, and the side it is true on.
 _SIDES = {
@@ -109,9 +110,8 @@ class Classes:
 
 
 def classify(
-    jaxpr: Jaxpr,
+    program: Program,
     small_size: int,
-    facts: Facts,
     inexact: set[Var],
     kept: Collection[Var] = (),
     is_normalized: Predicate = lambda v: False,
@@ -122,19 +122,19 @@ def classify(
 
     Args:
       small_size: values with at most this many elements are exact.
-      facts: which variables are made from more than parameters.
       inexact: inputs that the backward pass can have only as they are stored.
       kept: variables that are stored exactly, whatever they cost.
       is_normalized: whether a variable is the operand of a norm, and stored through it.
       is_summed: whether it is stored over its rows' sums, which may vanish.
       multiplied: bases that are stored in place of products with `kept` values.
     """
+    jaxpr, facts = program.jaxpr, program.facts
     classes = Classes(
-        find_statistics(jaxpr, facts),
-        softmaxes={s.output: s.exponential for s in softmaxes(jaxpr)},
-        widths=integer_widths(jaxpr, small_size),
+        find_statistics(program),
+        softmaxes={s.output: s.exponential for s in softmaxes(program)},
+        widths=integer_widths(program, small_size),
     )
-    comparisons = _comparisons(jaxpr)
+    comparisons = _comparisons(program)
     for v in (*jaxpr.constvars, *jaxpr.invars):
         classes.cost[v], classes.needed[v] = 0.0, frozenset()
         if not is_float(v):
@@ -335,11 +335,12 @@ def _settle(eqn: Eqn, v: Var, classes: Classes, facts: Facts, small_size: int) -
     return True
 
 
-def _comparisons(jaxpr: Jaxpr) -> _Comparisons:
+@found_once
+def _comparisons(program: Program) -> _Comparisons:
     """Masks by comparison: its name and operands."""
     return {
         (eqn.primitive.name, *map(literal_key, eqn.invars)): eqn.outvars[0]
-        for eqn in jaxpr.eqns
+        for eqn in program.jaxpr.eqns
         if eqn.primitive.name in COMPARISONS
     }
 

@@ -103,13 +103,12 @@ def _replay(chooser: Chooser, replayed: Collection[int]) -> list[Replay]:
 
 def _bases(reading: Reading) -> _Bases:
     """Classify the values in a forward program."""
-    jaxpr, producers = reading.forward.jaxpr, reading.producers
-    in_place = referenced(reading)
+    program, in_place = reading.program, referenced(reading)
     inexact = {
         v
-        for v in jaxpr.invars
+        for v in program.jaxpr.invars
         if is_float(v)
-        and fact_of(reading.facts, v)
+        and fact_of(program.facts, v)
         and (reading.is_activation(v) or v not in in_place)
     }
     stays = {
@@ -118,24 +117,23 @@ def _bases(reading: Reading) -> _Bases:
         if reading.is_stored_inside(v) or reading.is_on_host(v)
     }
 
-    norms = norms_in(jaxpr, producers)
+    norms = norms_in(program)
 
     def chooser_with(kept: Collection[Var], factors: Collection[Var] = ()) -> Chooser:
         classes = classify(
-            jaxpr,
+            program,
             reading.small_size,
-            reading.facts,
             inexact,
             kept,
             lambda v: norms.normalizing(v) is not None,
             lambda v: norms.sums.normalizing(v) is not None,
             factors,
         )
-        return Chooser(jaxpr, classes.with_exact(stays), producers)
+        return Chooser(program, classes.with_exact(stays))
 
     chooser = chooser_with(())
-    inside = kept_inside(chooser, reading.facts)
-    reasons = ill_conditioned(chooser, reading.facts, reading.leaves, reading.links)
+    inside = kept_inside(chooser)
+    reasons = ill_conditioned(chooser, reading.leaves, reading.links)
     spared = {
         v: reason
         for v, reason in (reasons | inside).items()
@@ -231,7 +229,7 @@ def _roundings(chooser: Chooser, stored: Sequence[Var]) -> dict[Atom, int]:
 
 def _decide_bases(bases: _Bases) -> Decisions:
     """A decision for each base to store, or to compute again from others."""
-    producers = bases.reading.producers
+    producers = bases.reading.program.producers
     todo = list(bases.stored)
     decisions: Decisions = {}
     while todo:

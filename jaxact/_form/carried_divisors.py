@@ -11,11 +11,11 @@ A state that is divided by its own sum alone, as Sinkhorn's matrix, is stored ov
 
 from collections.abc import Mapping
 
-from jaxact._form.affine_classes import Classes
+from jaxact._form.chooser import Chooser
 from jaxact._form.pole_arguments import pole_in
 from jaxact._jaxpr.primitives import BARRIERS, SELECTIONS, SUMS
 from jaxact._jaxpr.read import variables_in
-from jaxact._jaxpr.types import Atom, Eqn, Jaxpr, Producers, Var
+from jaxact._jaxpr.types import Atom, Eqn, Producers, Var
 
 _PRODUCTS = frozenset(["mul", "dot_general"])
 # Results that are small where an operand is.
@@ -25,15 +25,15 @@ _SCALED = (
 
 
 def bases_in_carried_divisors(
-    jaxpr: Jaxpr, classes: Classes, producers: Producers, carried: Mapping[Var, Atom]
+    chooser: Chooser, carried: Mapping[Var, Atom]
 ) -> set[Var]:
     """Bases of such states, and of the divisors.
 
     Args:
       carried: in a scan's body, the output of the step before that an input is.
     """
-    found: set[Var] = set()
-    for eqn in jaxpr.eqns if carried else ():
+    classes, producers, found = chooser.classes, chooser.producers, set[Var]()
+    for eqn in chooser.jaxpr.eqns if carried else ():
         divisor, _ = pole_in(eqn)
         if eqn.primitive.name not in ("div", "integer_pow") or divisor is None:
             continue

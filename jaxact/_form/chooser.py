@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Sequence
 from jaxact._form.affine_classes import Classes
 from jaxact._jaxpr.read import is_literal
 from jaxact._jaxpr.types import Atom, Jaxpr, Producers, Var
+from jaxact._plan.program import Program
 
 # A set in the order in which it grew.
 Roots = dict[Var, None]
@@ -23,9 +24,16 @@ Roots = dict[Var, None]
 class Chooser:
     """A program's classes, and the equations that connect them."""
 
-    jaxpr: Jaxpr
+    program: Program
     classes: Classes
-    producers: Producers
+
+    @property
+    def jaxpr(self) -> Jaxpr:
+        return self.program.jaxpr
+
+    @property
+    def producers(self) -> Producers:
+        return self.program.producers
 
     def bases(self, variables: Iterable[Atom]) -> list[Var]:
         """The inexact variables' bases."""

@@ -7,8 +7,8 @@ at 0.999 from the center it was 0.8 gradients at 8 bits. The summed values stay 
 
 from collections.abc import Iterable
 
-from jaxact._form.affine_classes import Classes
-from jaxact._form.intervals import find_intervals, interval_of
+from jaxact._form.chooser import Chooser
+from jaxact._form.intervals import interval_of, intervals_in
 from jaxact._form.pole_arguments import MARGIN, arguments_near_poles
 from jaxact._form.short_norms import bases_behind
 from jaxact._jaxpr.primitives import MATMULS, REDUCTIONS
@@ -19,19 +19,17 @@ from jaxact._jaxpr.read import (
     is_literal,
     variables_in,
 )
-from jaxact._jaxpr.types import Eqn, Jaxpr, Producers, Var
+from jaxact._jaxpr.types import Eqn, Producers, Var
 
 
-def bases_in_complements(
-    jaxpr: Jaxpr, classes: Classes, producers: Producers
-) -> set[Var]:
+def bases_in_complements(chooser: Chooser) -> set[Var]:
     """Bases whose sum is taken from a number, which is then near a pole."""
-    complements = _outputs(eqn for eqn in jaxpr.eqns if _is_complement(eqn))
+    program, producers = chooser.program, chooser.producers
+    complements = _outputs(eqn for eqn in program.jaxpr.eqns if _is_complement(eqn))
     sums = {v: _sums_behind(v, producers) for v in complements}
     if not any(sums.values()):
         return set()
-    intervals = find_intervals(jaxpr)
-    near = arguments_near_poles(jaxpr)
+    intervals, near = intervals_in(program), arguments_near_poles(program)
     behind = {
         v
         for argument in (*near.bounded, *near.others)
@@ -41,7 +39,7 @@ def bases_in_complements(
     for v in behind.intersection(sums):
         lo, hi = interval_of(v, intervals)
         if lo < MARGIN and hi > -MARGIN:
-            found = found.union(*(bases_behind(x, classes, producers) for x in sums[v]))
+            found = found.union(*(bases_behind(x, chooser) for x in sums[v]))
     return found
 
 

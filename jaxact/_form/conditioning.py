@@ -21,52 +21,47 @@ from jaxact._form.short_norms import bases_in_short_norms
 from jaxact._form.unlike_rows import bases_in_unlike_rows
 from jaxact._form.weighted_scores import bases_of_weighted_scores
 from jaxact._form.windows import bases_in_windows
-from jaxact._jaxpr.flow import Facts, fact_of
+from jaxact._jaxpr.flow import fact_of
 from jaxact._jaxpr.links import Links
 from jaxact._jaxpr.primitives import TRANSPARENT
-from jaxact._jaxpr.read import producers_of
 from jaxact._jaxpr.types import Atom, Var
 from jaxact._plan.mark import mark_p
+from jaxact._plan.program import Program
 
 
 def ill_conditioned(
-    chooser: Chooser,
-    facts: Facts,
-    needed: Sequence[Atom],
-    links: Links,
+    chooser: Chooser, needed: Sequence[Atom], links: Links
 ) -> dict[Var, Reason]:
     """Bases that stay exact because the program magnifies their rounding, and why.
 
     Also those that a program inside does so with.
 
     Args:
-      facts: which variables are made from more than parameters.
       needed: values that the backward pass reads.
       links: the program's.
     """
-    jaxpr, classes, producers = chooser.jaxpr, chooser.classes, chooser.producers
-    program = jaxpr, classes, producers
+    program, classes = chooser.program, chooser.classes
     reasons: dict[Var, Reason] = {}
     for reason, bases in (  # a later one is told
-        (Reason.RETURNED, bases_returned(*program, links.results)),
-        (Reason.NEAR_POLE, bases_near_poles(jaxpr, classes, links.carried)),
-        (Reason.SHORT_NORM, bases_in_short_norms(*program)),
-        (Reason.COMPLEMENT, bases_in_complements(*program)),
-        (Reason.SOLVED_WITH, bases_of_factors(*program)),
+        (Reason.RETURNED, bases_returned(chooser, links.results)),
+        (Reason.NEAR_POLE, bases_near_poles(chooser, links.carried)),
+        (Reason.SHORT_NORM, bases_in_short_norms(chooser)),
+        (Reason.COMPLEMENT, bases_in_complements(chooser)),
+        (Reason.SOLVED_WITH, bases_of_factors(chooser)),
         (Reason.WEIGHTED, bases_of_weighted_scores(chooser, needed)),
-        (Reason.UNLIKE_ROWS, bases_in_windows(*program)),
-        (Reason.DIVIDED_BY, bases_in_carried_divisors(*program, links.carried)),
+        (Reason.UNLIKE_ROWS, bases_in_windows(chooser)),
+        (Reason.DIVIDED_BY, bases_in_carried_divisors(chooser, links.carried)),
     ):
         reasons |= dict.fromkeys(bases, reason)
     unlike = bases_in_unlike_rows(chooser, needed, reasons)
     reasons |= dict.fromkeys(unlike, Reason.UNLIKE_ROWS)
     read = set(chooser.bases(needed))
-    leaving = unclipped(links.results, producers)
-    for inside in insides(jaxpr, facts):
+    leaving = unclipped(links.results, program.producers)
+    for inside in insides(program):
         own, found = _found_inside(inside, leaving)
         reasons |= _operands(inside, found, classes, read)
         reasons |= _outputs(inside, found, own)
-    for body in scan_bodies(jaxpr, facts):
+    for body in scan_bodies(program):
         own, found = _found_inside(body, ())  # its own plan knows those
         known = _inputs_behind(body, found, own)
         carry = {output: known[v] for v, output in body.outputs if v in known}
@@ -74,16 +69,16 @@ def ill_conditioned(
     return reasons
 
 
-def kept_inside(chooser: Chooser, facts: Facts) -> dict[Var, Reason]:
+def kept_inside(chooser: Chooser) -> dict[Var, Reason]:
     """Bases behind operands that plans inside keep exact, and have marked.
 
     Nothing is stored for them outside, but slopes before them have to be exact, too.
     """
     reasons: dict[Var, Reason] = {}
-    jaxpr, outer = chooser.jaxpr, chooser.classes
-    for inside in (*insides(jaxpr, facts), *scan_bodies(jaxpr, facts)):
-        operands, producers = dict(inside.inputs), producers_of(inside.program.eqns)
-        for eqn in inside.program.eqns:
+    program, outer = chooser.program, chooser.classes
+    for inside in (*insides(program), *scan_bodies(program)):
+        operands, producers = dict(inside.inputs), inside.program.producers
+        for eqn in inside.program.jaxpr.eqns:
             if eqn.primitive is not mark_p:
                 continue
             decision, (v, *_) = eqn.params["decision"], eqn.invars
@@ -103,17 +98,15 @@ def _found_inside(
     Args:
       leaving: outputs of the equation that leave the call.
     """
-    program, facts = inside.program, inside.facts
-    producers = producers_of(program.eqns)
-    own = Chooser(program, classify(program, 0, facts, _inputs(inside)), producers)
+    program = inside.program
+    own = Chooser(program, classify(program, 0, _inputs(program)))
     results = [v for v, output in inside.outputs if output in leaving]
-    links = Links(inside.carried, results)
-    found = ill_conditioned(own, facts, program.outvars, links)
-    return own, found | kept_inside(own, facts)
+    found = ill_conditioned(own, program.jaxpr.outvars, Links(inside.carried, results))
+    return own, found | kept_inside(own)
 
 
-def _inputs(inside: Inside) -> set[Var]:
-    return {v for v in inside.program.invars if fact_of(inside.facts, v)}
+def _inputs(program: Program) -> set[Var]:
+    return {v for v in program.jaxpr.invars if fact_of(program.facts, v)}
 
 
 def _operands(
@@ -141,10 +134,10 @@ def _inputs_behind(
     the body's own plan a state plus an encoder's output depends on the state alone. All
     others it stores itself.
     """
-    inputs = _inputs(body)
+    inputs = _inputs(body.program)
     known: dict[Var, Reason] = {}
     for v, reason in found.items():
-        sources = sources_behind(v, own.classes, own.producers)
+        sources = sources_behind(v, own)
         others = sources - body.constants
         if v in inputs or (others < sources <= inputs and len(others) <= 1):
             known |= dict.fromkeys(sources, reason)
@@ -160,8 +153,8 @@ def _outputs(
     for reason in dict.fromkeys(found.values()):
         kept = {v for v, its in found.items() if its is reason}
         if reason is Reason.NEAR_POLE:
-            kept = kept.union(*(sources_of(v, classes, own.producers) for v in kept))
-        known = classify(program, 0, inside.facts, _inputs(inside), kept)
+            kept = kept.union(*(sources_of(v, own) for v in kept))
+        known = classify(program, 0, _inputs(program), kept)
         for v, output in inside.outputs:
             if known.is_exact(v) and not classes.is_exact(v):
                 reasons[output] = reason

@@ -33,6 +33,7 @@ from jaxact._jaxpr.read import (
     loses_precision,
 )
 from jaxact._jaxpr.types import Atom, Eqn, Jaxpr, Producers, Var
+from jaxact._plan.program import Program, found_once
 
 Interval: TypeAlias = tuple[float, float]
 _Function: TypeAlias = Callable[..., Interval]
@@ -82,6 +83,12 @@ def find_intervals(
             if interval != REALS:
                 intervals.update(dict.fromkeys(parts, interval))
     return intervals
+
+
+@found_once
+def intervals_in(program: Program) -> dict[Var, Interval]:
+    """The intervals in a program whose inputs may be any numbers."""
+    return find_intervals(program.jaxpr)
 
 
 def interval_of(v: Atom, intervals: Mapping[Var, Interval]) -> Interval:

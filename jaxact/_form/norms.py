@@ -24,11 +24,10 @@ by each segment's elements. They are gathered again where an array is stored.
 import dataclasses
 import functools
 import math
-from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from typing import NamedTuple, TypeAlias
 
-from jaxact._form.intervals import Interval, find_intervals, interval_of
+from jaxact._form.intervals import Interval, interval_of, intervals_in
 from jaxact._form.roots import root_in
 from jaxact._form.row_sums import RowSums, are_apart, varies_in_groups
 from jaxact._form.statistics import spread_sums
@@ -48,7 +47,8 @@ from jaxact._jaxpr.read import (
     scales_rows,
     variables_in,
 )
-from jaxact._jaxpr.types import Atom, Eqn, Jaxpr, Predicate, Producers, Shape, Var
+from jaxact._jaxpr.types import Atom, Eqn, Predicate, Producers, Shape, Var
+from jaxact._plan.program import Program, found_once
 from jaxact._plan.storage import Normalized
 
 # Of several arrays or elements of one size they make something of that size.
@@ -371,12 +371,10 @@ class Norms:
         return next(iter(variables_in(eqn.invars[:1])), None)
 
 
-def norms_in(jaxpr: Jaxpr, producers: Producers) -> Norms:
-    """Index `jaxpr` for its normalizations."""
-    users: dict[Var, list[Eqn]] = defaultdict(list)
-    for eqn in jaxpr.eqns:
-        for v in variables_in(eqn.invars):
-            users[v].append(eqn)
-    intervals = find_intervals(jaxpr)
+@found_once
+def norms_in(program: Program) -> Norms:
+    """The normalizations in a program."""
+    producers, users = program.producers, program.readers
+    intervals = intervals_in(program)
     sums = RowSums(producers, users, intervals)
-    return Norms(producers, users, intervals, sums, spread_sums(jaxpr))
+    return Norms(producers, users, intervals, sums, spread_sums(program))

@@ -6,22 +6,15 @@ element is selected by an index, or by a mask before a sum.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping, Sequence, Set
-from types import MappingProxyType
 
-from jaxact._form.intervals import REALS, Interval, find_intervals, interval_of
+from jaxact._form.intervals import REALS, Interval, interval_of, intervals_in
 from jaxact._jaxpr.compat import custom_vjp_body, open_jaxpr
 from jaxact._jaxpr.primitives import EXPONENTIALS, MOVES, POLES, SELECTIONS, SUMS
-from jaxact._jaxpr.read import (
-    equations_behind,
-    is_literal,
-    is_square,
-    producers_of,
-    variables_in,
-)
-from jaxact._jaxpr.types import Atom, Eqn, Jaxpr, Producers, Var
+from jaxact._jaxpr.read import equations_behind, is_literal, is_square, variables_in
+from jaxact._jaxpr.types import Atom, Eqn, Var
+from jaxact._plan.program import Program, found_once
 
 # An argument that stays this far from the pole has slopes within 10 (a logarithm's)
 # or 100 (an inverse's): x / (1 + exp(-x)), log1p(exp(x)).
@@ -41,8 +34,6 @@ _CHOICES = SELECTIONS | frozenset(
     "top_k reduce_max reduce_min reduce_prod cumsum cumprod cummax cummin".split()
 )
 
-_NOTHING: Mapping[Var, Atom] = MappingProxyType({})
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Arguments:
@@ -54,25 +45,20 @@ class Arguments:
         known: that log(x) is taken says that x is positive.
       numerators: values that are divided by such an operand.
       mixtures: results that a few probabilities are added to.
-      carried: in a scan's body, the output of the step before that an input is.
     """
 
-    jaxpr: Jaxpr
+    program: Program
     bounded: Sequence[Var]
     others: Sequence[Var]
     divisors: Sequence[Var]
     numerators: Sequence[Var]
     mixtures: Set[Var]
-    carried: Mapping[Var, Atom]
 
-    @functools.cached_property
-    def _producers(self) -> Producers:
-        return producers_of(self.jaxpr.eqns)
-
-    def behind(self, with_sums: bool) -> set[Var]:
+    def behind(self, carried: Mapping[Var, Atom], with_sums: bool) -> set[Var]:
         """Values that they are made from, scaled, selected and added.
 
         Args:
+          carried: in a scan's body, the output of the step before that an input is.
           with_sums: go past sums that a mask or an index selects from, and from those
             without a bound.
         """
@@ -83,12 +69,12 @@ class Arguments:
         seen = set(todo)
         while todo:
             v, is_sum = todo.pop()
-            if v in self.carried:
+            if v in carried:
                 # A filter takes the logarithm of the last step's softmax.
-                before = [(u, is_sum) for u in variables_in([self.carried[v]])]
+                before = [(u, is_sum) for u in variables_in([carried[v]])]
                 todo += [pair for pair in before if pair not in seen]
                 seen.update(before)
-            eqn = self._producers.get(v)
+            eqn = self.program.producers.get(v)
             if eqn is None or is_square(eqn):
                 continue
             name, inputs = eqn.primitive.name, variables_in(eqn.invars)
@@ -115,7 +101,7 @@ class Arguments:
         return [
             v
             for numerator in self.numerators
-            for eqn in equations_behind(numerator, self._producers, is_scaling)
+            for eqn in equations_behind(numerator, self.program.producers, is_scaling)
             if eqn.primitive.name in _CHOICES
             for v in eqn.outvars
         ]
@@ -132,29 +118,28 @@ class Arguments:
             for v in self.divisors
             if any(
                 eqn.primitive.name == "gather"
-                for eqn in equations_behind(v, self._producers, is_scaling)
+                for eqn in equations_behind(v, self.program.producers, is_scaling)
             )
         ]
 
-    def flat(self) -> set[Var]:
+    def flat(self, carried: Mapping[Var, Atom]) -> set[Var]:
         """Results behind them whose function's slope may vanish with the result.
 
         That of sigmoid(z)[label] is p (1 - p).
         """
-        behind = self.behind(with_sums=False)
-        flat = (e for e in self.jaxpr.eqns if e.primitive.name in _FLAT or is_square(e))
+        behind, eqns = self.behind(carried, with_sums=False), self.program.jaxpr.eqns
+        flat = (eqn for eqn in eqns if eqn.primitive.name in _FLAT or is_square(eqn))
         return {v for eqn in flat for v in behind.intersection(eqn.outvars)}
 
 
-def arguments_near_poles(
-    jaxpr: Jaxpr, carried: Mapping[Var, Atom] = _NOTHING
-) -> Arguments:
+@found_once
+def arguments_near_poles(program: Program) -> Arguments:
     """The arguments in a program."""
-    intervals = find_intervals(jaxpr)
+    intervals = intervals_in(program)
     bounded, others, divisors, numerators = [], [], [], []
     guarded: set[Var] = set()
     mixtures: set[Var] = set()
-    for eqn in jaxpr.eqns:
+    for eqn in program.jaxpr.eqns:
         is_moved = eqn.primitive.name in MOVES
         is_guarded = is_moved and not guarded.isdisjoint(variables_in(eqn.invars))
         if is_guarded or _is_guard(eqn, intervals):
@@ -173,7 +158,7 @@ def arguments_near_poles(
             if eqn.primitive.name == "div":
                 divisors.append(x)
                 numerators += variables_in(eqn.invars[:1])
-    return Arguments(jaxpr, bounded, others, divisors, numerators, mixtures, carried)
+    return Arguments(program, bounded, others, divisors, numerators, mixtures)
 
 
 def _is_guard(eqn: Eqn, intervals: Mapping[Var, Interval]) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence, Set
 
 import jax.numpy as jnp
 
-from jaxact._form.affine_classes import Classes
+from jaxact._form.chooser import Chooser
 from jaxact._form.pole_arguments import MIXING, arguments_near_poles
 from jaxact._form.returned import values_returned
 from jaxact._jaxpr.primitives import CHEAP, EXPONENTIALS, SELECTIONS
@@ -33,9 +33,7 @@ UNSELECTED = CHEAP - SELECTIONS
 _MORE = 2
 
 
-def bases_near_poles(
-    jaxpr: Jaxpr, classes: Classes, carried: Mapping[Var, Atom]
-) -> set[Var]:
+def bases_near_poles(chooser: Chooser, carried: Mapping[Var, Atom]) -> set[Var]:
     """Bases in which an argument is affine that may come near a pole.
 
     And of the values that one has elements of, with slopes that vanish with these; and
@@ -44,21 +42,19 @@ def bases_near_poles(
     Args:
       carried: in a scan's body, the output of the step before that an input is.
     """
-    arguments = arguments_near_poles(jaxpr, carried)
-    behind = arguments.behind(with_sums=True)
+    classes, arguments = chooser.classes, arguments_near_poles(chooser.program)
+    behind = arguments.behind(carried, with_sums=True)
     masked = behind.intersection(classes.softmaxes)
-    mixed = behind & arguments.mixtures & _factors(jaxpr.eqns)
+    mixed = behind & arguments.mixtures & _factors(chooser.jaxpr.eqns)
     # With an exponential exact in place of its softmax, parts of that are rounded.
-    flat = arguments.flat().difference(classes.softmaxes.values())
+    flat = arguments.flat(carried).difference(classes.softmaxes.values())
     # Whose slope in the next step would be rounded: log(b)'s is 1 / b.
     states = [v for v, before in carried.items() if before in masked]
     found = (*arguments.bounded, *arguments.selected(), *flat, *masked, *mixed, *states)
     return {classes.whole_base(v) for v in found if not classes.is_exact(v)}
 
 
-def bases_returned(
-    jaxpr: Jaxpr, classes: Classes, producers: Producers, results: Sequence[Var]
-) -> set[Var]:
+def bases_returned(chooser: Chooser, results: Sequence[Var]) -> set[Var]:
     """Bases of values above zero that are returned, or that give their slopes.
 
     A function outside may have a pole in them. XLA holds outputs once for all readers.
@@ -67,7 +63,8 @@ def bases_returned(
     Args:
       results: the call's.
     """
-    returned = values_returned(jaxpr, results)
+    jaxpr, classes = chooser.jaxpr, chooser.classes
+    returned = values_returned(chooser.program, results)
     raised, factors = _raised(jaxpr), _factors(jaxpr.eqns)
     found = returned.intersection(classes.softmaxes)
     for eqn in jaxpr.eqns:
@@ -83,9 +80,10 @@ def bases_returned(
         elif not _SLOPE_BY_RESULT.isdisjoint(names):
             found |= outputs.difference(classes.softmaxes.values())
             continue
-        is_raised = _is_even(eqn, producers) and not outputs.isdisjoint(raised)
+        is_even = _is_even(eqn, chooser.producers)
+        is_raised = is_even and not outputs.isdisjoint(raised)
         if is_raised or not _SLOPES.isdisjoint(names):
-            found = found.union(*(sources_of(v, classes, producers) for v in outputs))
+            found = found.union(*(sources_of(v, chooser) for v in outputs))
     return {classes.whole_base(v) for v in found if not classes.is_exact(v)}
 
 
@@ -109,9 +107,7 @@ def _is_even(eqn: Eqn, producers: Producers) -> bool:
     return all(maker.primitive.name != "max" for maker in makers)
 
 
-def sources_of(
-    v: Var, classes: Classes, producers: Producers, cheap: Set[str] = CHEAP
-) -> set[Var]:
+def sources_of(v: Var, chooser: Chooser, cheap: Set[str] = CHEAP) -> set[Var]:
     """Values that an argument is a cheap function of, unless they are larger.
 
     Rounded, they have noise that the pole magnifies: the slope of log(x^2 + 1e-3) is x
@@ -121,38 +117,33 @@ def sources_of(
     Args:
       cheap: names that are looked past.
     """
-    sources = sources_behind(v, classes, producers, cheap)
+    sources = sources_behind(v, chooser, cheap)
     if sum(x.aval.size for x in sources) <= _MORE * v.aval.size:
         return sources
-    sample = _only_source(v, classes, producers, cheap)
+    sample = _only_source(v, chooser, cheap)
     return set() if sample is v else {sample}
 
 
-def _only_source(
-    v: Var, classes: Classes, producers: Producers, cheap: Set[str]
-) -> Var:
+def _only_source(v: Var, chooser: Chooser, cheap: Set[str]) -> Var:
     """The farthest value that alone an argument is computed from, no larger than it.
 
     The sample u of a policy in log(1 - tanh(u)^2 + 1e-6), which is made from a mean, a
     deviation and noise (soft actor-critic: 1 - tanh(u)^2 on its own had noise of 7
     gradients at 4 bits).
     """
+    is_exact = chooser.classes.is_exact
     while True:
-        eqn = producers.get(v)
+        eqn = chooser.producers.get(v)
         if eqn is None or not _is_passed(eqn, cheap):
             return v
-        operands = {u for u in variables_in(eqn.invars) if not classes.is_exact(u)}
+        operands = {u for u in variables_in(eqn.invars) if not is_exact(u)}
         if len(operands) != 1 or next(iter(operands)).aval.size > v.aval.size:
             return v
         (v,) = operands
 
 
 def sources_behind(
-    v: Var,
-    classes: Classes,
-    producers: Producers,
-    cheap: Set[str] = CHEAP,
-    ends: Set[Var] = frozenset(),
+    v: Var, chooser: Chooser, cheap: Set[str] = CHEAP, ends: Set[Var] = frozenset()
 ) -> set[Var]:
     """The inexact values that `v` is computed from, past cheap functions.
 
@@ -163,13 +154,13 @@ def sources_behind(
     todo, seen = [v], set()
     while todo:
         x = todo.pop()
-        eqn = None if x in ends else producers.get(x)
+        eqn = None if x in ends else chooser.producers.get(x)
         if eqn is None or not _is_passed(eqn, cheap):
             sources.add(x)
             continue
         new = [u for u in variables_in(eqn.invars) if u not in seen]
         seen.update(new)
-        todo += [u for u in new if not classes.is_exact(u)]
+        todo += [u for u in new if not chooser.classes.is_exact(u)]
     return sources
 
 

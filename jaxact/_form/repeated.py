@@ -21,7 +21,7 @@ def sources_of_larger(chooser: Chooser, stored: Iterable[Var]) -> set[Var]:
     """Bases that are small beside a stored one that is computed from them alone."""
     found: set[Var] = set()
     for v in stored:
-        sources = sources_behind(v, chooser.classes, chooser.producers)
+        sources = sources_behind(v, chooser)
         if _MANY * sum(x.aval.size for x in sources) <= v.aval.size:
             found |= sources
     return found

@@ -7,21 +7,21 @@ bits had 0.8 times its own size in noise, and at 4 bits 5 times.
 
 from collections.abc import Mapping, Sequence
 
-from jaxact._form.intervals import Interval, find_intervals, interval_of
+from jaxact._form.intervals import Interval, interval_of, intervals_in
 from jaxact._form.pole_arguments import MARGIN, adds_few, is_mixture, is_scaling
 from jaxact._jaxpr.primitives import MOVES
-from jaxact._jaxpr.read import equations_behind, producers_of, variables_in
-from jaxact._jaxpr.types import Eqn, Jaxpr, Producers, Var
+from jaxact._jaxpr.read import equations_behind, variables_in
+from jaxact._jaxpr.types import Eqn, Producers, Var
+from jaxact._plan.program import Program
 
 _CLIPS = frozenset("max min clamp".split())
 
 
-def values_returned(jaxpr: Jaxpr, results: Sequence[Var]) -> set[Var]:
+def values_returned(program: Program, results: Sequence[Var]) -> set[Var]:
     """Values that results above zero are made from, scaled and added."""
     if not results:
         return set()
-    intervals = find_intervals(jaxpr)
-    producers = producers_of(jaxpr.eqns)
+    intervals, producers = intervals_in(program), program.producers
     found: set[Var] = set()
 
     def is_followed(eqn: Eqn) -> bool:

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 from jaxact._flat import Flat, Kind
 from jaxact._form.affine_classes import classify
 from jaxact._form.cells import changed_in, with_cells
+from jaxact._form.chooser import Chooser
 from jaxact._form.pooling import with_pools
 from jaxact._form.scaled_poles import sources_of_scaled_poles
 from jaxact._form.softmax import with_softmaxes
@@ -17,6 +18,7 @@ from jaxact._jaxpr.read import is_float, is_of_platforms
 from jaxact._jaxpr.rewrite import Body, flatten, jit_body, with_held_programs
 from jaxact._jaxpr.types import Array, Eqn, Jaxpr, Predicate, Var
 from jaxact._plan.facts import ACTIVATION, input_facts, is_activation, learn
+from jaxact._plan.program import Program
 from jaxact._policy import small_size
 
 T = TypeVar("T")
@@ -63,13 +65,12 @@ def _with_forms(
       active: inputs that are differentiated.
     """
     depends = lambda v: is_activation(facts, v)
-    inputs = set(filter(depends, jaxpr.invars))
-    classes = classify(jaxpr, small, facts, inputs)
-    kept = sources_of_scaled_poles(jaxpr, classes, changed_in(jaxpr, active))
-    if kept:
-        classes = classify(jaxpr, small, facts, inputs, kept)
-    jaxpr = with_softmaxes(with_pools(jaxpr, depends), depends, links)
-    jaxpr = with_cells(jaxpr, classes, depends, active)
+    program, inputs = Program(jaxpr, facts), set(filter(depends, jaxpr.invars))
+    chooser = Chooser(program, classify(program, small, inputs))
+    kept = sources_of_scaled_poles(chooser, changed_in(jaxpr, active))
+    classes = classify(program, small, inputs, kept) if kept else chooser.classes
+    pooled = Program(with_pools(jaxpr, depends), facts)
+    jaxpr = with_cells(with_softmaxes(pooled, links), classes, depends, active)
 
     def change(eqn: Eqn, inside: Jaxpr) -> Jaxpr:
         if not is_of_platforms(eqn):  # a call of its own

@@ -9,7 +9,7 @@ multiple of h, which has no such noise.
 
 from collections.abc import Collection
 
-from jaxact._form.affine_classes import Classes
+from jaxact._form.chooser import Chooser
 from jaxact._form.pole_arguments import arguments_near_poles
 from jaxact._form.poles import sources_behind, sources_of
 from jaxact._jaxpr.primitives import MOVES
@@ -17,15 +17,12 @@ from jaxact._jaxpr.read import (
     equations_behind,
     is_cheap,
     is_elementwise,
-    producers_of,
     variables_in,
 )
-from jaxact._jaxpr.types import Jaxpr, Predicate, Producers, Var
+from jaxact._jaxpr.types import Predicate, Producers, Var
 
 
-def sources_of_scaled_poles(
-    jaxpr: Jaxpr, classes: Classes, changed: Collection[Var]
-) -> set[Var]:
+def sources_of_scaled_poles(chooser: Chooser, changed: Collection[Var]) -> set[Var]:
     """The sources of arguments near a pole whose function multiplies other values.
 
     Where a slope in such an argument meets another factor after a sum.
@@ -33,14 +30,14 @@ def sources_of_scaled_poles(
     Args:
       changed: variables that need a gradient.
     """
-    producers = producers_of(jaxpr.eqns)
     is_changed = lambda u: u in changed
     found: set[Var] = set()
-    for v in arguments_near_poles(jaxpr).bounded:
-        if classes.is_exact(v) or not has_function_of_fewer(v, producers, is_changed):
+    for v in arguments_near_poles(chooser.program).bounded:
+        is_exact = chooser.classes.is_exact(v)
+        if is_exact or not has_function_of_fewer(v, chooser.producers, is_changed):
             continue
-        sources = sources_of(v, classes, producers)
-        if _is_multiplied(jaxpr, classes, producers, v, sources):
+        sources = sources_of(v, chooser)
+        if _is_multiplied(v, sources, chooser):
             found |= sources
     return found
 
@@ -56,22 +53,15 @@ def has_function_of_fewer(v: Var, producers: Producers, is_counted: Predicate) -
     return any(producers[u].primitive.name not in MOVES for u in fewer)
 
 
-def _is_multiplied(
-    jaxpr: Jaxpr,
-    classes: Classes,
-    producers: Producers,
-    v: Var,
-    sources: Collection[Var],
-) -> bool:
+def _is_multiplied(v: Var, sources: set[Var], chooser: Chooser) -> bool:
     """Whether an elementwise function of `v` multiplies a value with more sources."""
-    functions = {v}
-    for eqn in jaxpr.eqns:
-        inputs = [u for u in variables_in(eqn.invars) if not classes.is_exact(u)]
+    functions, is_exact = {v}, chooser.classes.is_exact
+    for eqn in chooser.jaxpr.eqns:
+        inputs = [u for u in variables_in(eqn.invars) if not is_exact(u)]
         if functions.isdisjoint(inputs) or not is_elementwise(eqn):
             continue
         others = [u for u in inputs if u not in functions]
-        behind = [sources_behind(u, classes, producers) for u in others]
-        if all(own <= set(sources) for own in behind):
+        if all(sources_behind(u, chooser) <= sources for u in others):
             functions.update(eqn.outvars)
         elif eqn.primitive.name == "mul":
             return True

@@ -6,10 +6,10 @@ deviation is large, and so is the noise. The values that such a norm is taken fr
 exact.
 """
 
-from jaxact._form.affine_classes import Classes
+from jaxact._form.chooser import Chooser
 from jaxact._jaxpr.primitives import REDUCTIONS
 from jaxact._jaxpr.read import is_literal, keeps_elements, variables_in
-from jaxact._jaxpr.types import Atom, Eqn, Jaxpr, Producers, Var
+from jaxact._jaxpr.types import Atom, Eqn, Var
 
 # Error of one draw over the gradient, for BatchNorm of a product at 8 bits: 2600 over 2
 # values, 0.05 over 3, 0.02 over 4, 0.011 over 5 and 0.009 over 8 to 32.
@@ -17,13 +17,11 @@ FEW = 4
 _ROOTS = frozenset(["sqrt", "rsqrt", "pow"])
 
 
-def bases_in_short_norms(
-    jaxpr: Jaxpr, classes: Classes, producers: Producers
-) -> set[Var]:
+def bases_in_short_norms(chooser: Chooser) -> set[Var]:
     """Bases that a root of a sum over a few values is computed from."""
     summed: dict[Var, set[Atom]] = {}
     bases: set[Var] = set()
-    for eqn in jaxpr.eqns:
+    for eqn in chooser.jaxpr.eqns:
         operands = {x for v in variables_in(eqn.invars) for x in summed.get(v, ())}
         if _is_short(eqn):
             operands.add(eqn.invars[0])
@@ -33,7 +31,7 @@ def bases_in_short_norms(
             summed.update((v, operands) for v in eqn.outvars)
         if eqn.primitive.name in _ROOTS:
             for x in operands:
-                bases |= bases_behind(x, classes, producers)
+                bases |= bases_behind(x, chooser)
     return bases
 
 
@@ -45,9 +43,9 @@ def _is_short(eqn: Eqn) -> bool:
     return results < size <= FEW * results
 
 
-def bases_behind(x: Atom, classes: Classes, producers: Producers) -> set[Var]:
+def bases_behind(x: Atom, chooser: Chooser) -> set[Var]:
     """The base of a value, and of those that it is a square or a power of."""
-    bases: set[Var] = set()
+    classes, bases = chooser.classes, set[Var]()
     todo = [x]
     while todo:
         v = todo.pop()
@@ -55,7 +53,7 @@ def bases_behind(x: Atom, classes: Classes, producers: Producers) -> set[Var]:
             continue
         base = classes.base[v]
         bases.add(base)
-        eqn = producers.get(base)
+        eqn = chooser.producers.get(base)
         if eqn is not None and keeps_elements(eqn):
             inputs = [u for u in variables_in(eqn.invars) if not classes.is_exact(u)]
             # More than one: a residual join, where other values begin.

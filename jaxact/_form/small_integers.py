@@ -6,14 +6,15 @@ Where in its window each maximum of a pool was, which expert is each token's.
 import jax.numpy as jnp
 
 from jaxact._codec import Bitfield
-from jaxact._form.intervals import find_intervals, interval_of
-from jaxact._jaxpr.types import Jaxpr, Var
+from jaxact._form.intervals import interval_of, intervals_in
+from jaxact._jaxpr.types import Var
+from jaxact._plan.program import Program
 from jaxact._policy import SMALL_SIZE
 
 MOST_BITS = 8
 
 
-def integer_widths(jaxpr: Jaxpr, small_size: int) -> dict[Var, int]:
+def integer_widths(program: Program, small_size: int) -> dict[Var, int]:
     """The bits that hold each element, for integers that a bit field makes smaller.
 
     Args:
@@ -22,13 +23,13 @@ def integer_widths(jaxpr: Jaxpr, small_size: int) -> dict[Var, int]:
     least = max(small_size + 1, SMALL_SIZE)
     computed = [
         v
-        for eqn in jaxpr.eqns
+        for eqn in program.jaxpr.eqns
         for v in eqn.outvars
         if jnp.issubdtype(v.aval.dtype, jnp.integer) and v.aval.size >= least
     ]
     if not computed:
         return {}
-    intervals, widths = find_intervals(jaxpr), {}
+    intervals, widths = intervals_in(program), {}
     for v in computed:
         low, high = interval_of(v, intervals)
         if 0 <= low and high < 1 << MOST_BITS:

@@ -32,8 +32,6 @@ from jaxact._jaxpr.read import (
     keeps_elements,
     loses_precision,
     names_inside,
-    producers_of,
-    readers_of,
     variables_in,
 )
 from jaxact._jaxpr.rewrite import Body, new_equation, with_outputs
@@ -45,13 +43,14 @@ from jaxact._jaxpr.types import (
     Env,
     Eqn,
     Jaxpr,
-    Predicate,
     Producers,
     Tangent,
     Var,
 )
 from jaxact._plan.decoded_again import decoded_again
+from jaxact._plan.facts import is_activation
 from jaxact._plan.fusion import narrowed
+from jaxact._plan.program import Program, found_once
 
 # Of one operand, to one result, with a derivative that does the same.
 _MOVES = RESHAPES | {"slice"} | COPIES - LABELS - {"stop_gradient"}
@@ -87,20 +86,20 @@ class Softmax:
         return self.eqns[-1].outvars[0]
 
 
-def softmaxes(jaxpr: Jaxpr) -> Iterator[Softmax]:
+@found_once
+def softmaxes(program: Program) -> Sequence[Softmax]:
     """The softmaxes in a program of which nothing but the output is read."""
-    producers = producers_of(jaxpr.eqns)
-    readers = readers_of(jaxpr.eqns)
-    outputs = set(variables_in(jaxpr.outvars))
-    for eqn in jaxpr.eqns:
-        found = _softmax(eqn, producers) if eqn.primitive.name == "div" else None
-        if found is None:
-            continue
-        inside = {v for e in found.eqns[:-1] for v in e.outvars}
-        own = set(map(id, found.eqns))
-        is_apart = all(id(e) in own for v in inside for e in readers.get(v, ()))
-        if is_apart and inside.isdisjoint(outputs):
-            yield found
+    outputs = set(variables_in(program.jaxpr.outvars))
+
+    def is_apart(softmax: Softmax) -> bool:
+        inside = {v for eqn in softmax.eqns[:-1] for v in eqn.outvars}
+        own = set(map(id, softmax.eqns))
+        readers = (e for v in inside for e in program.readers.get(v, ()))
+        return inside.isdisjoint(outputs) and all(id(e) in own for e in readers)
+
+    quotients = [eqn for eqn in program.jaxpr.eqns if eqn.primitive.name == "div"]
+    found = [_softmax(eqn, program.producers) for eqn in quotients]
+    return [one for one in found if one is not None and is_apart(one)]
 
 
 def _softmax(quotient: Eqn, producers: Producers) -> Softmax | None:
@@ -159,8 +158,8 @@ def _puts_back(eqns: Sequence[Eqn], axes: Sequence[int], whole: Var) -> bool:
     return eqns[-1].outvars[0].aval.shape in (single, shape)
 
 
-def with_softmaxes(jaxpr: Jaxpr, depends: Predicate, links: Links) -> Jaxpr:
-    """`jaxpr` with one equation for every softmax that is differentiated.
+def with_softmaxes(program: Program, links: Links) -> Jaxpr:
+    """A program with one equation for every softmax that is differentiated.
 
     Its derivative takes the cotangent's mean off, but for two kinds. Attention, whose
     output a product contracts with, has no cotangents that are alike and would pay for
@@ -172,13 +171,15 @@ def with_softmaxes(jaxpr: Jaxpr, depends: Predicate, links: Links) -> Jaxpr:
     Args:
       links: the program's.
     """
-    found = {id(s.eqns[-1]): s for s in softmaxes(jaxpr) if depends(s.output)}
+    jaxpr = program.jaxpr
+    depends = [s for s in softmaxes(program) if is_activation(program.facts, s.output)]
+    found = {id(s.eqns[-1]): s for s in depends}
     if not found:
         return jaxpr
     inside = {id(eqn) for s in found.values() for eqn in s.eqns[:-1]}
     plain = contracted_in(jaxpr) | _read_by_poles(jaxpr)
-    plain |= arguments_near_poles(jaxpr, links.carried).behind(with_sums=True)
-    plain |= values_returned(jaxpr, links.results)
+    plain |= arguments_near_poles(program).behind(links.carried, with_sums=True)
+    plain |= values_returned(program, links.results)
     narrow = narrowed(jaxpr, jaxpr.outvars)
     eqns = []
     for eqn in jaxpr.eqns:

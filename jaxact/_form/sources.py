@@ -16,12 +16,11 @@ Gaussian's covariance, whose slopes meet these again (5 gradients).
 """
 
 import collections
-import functools
 from collections.abc import Collection, Iterable, Mapping
 
 from jaxact._form.backward_products import BackwardProducts
 from jaxact._form.chooser import Chooser
-from jaxact._form.intervals import find_intervals, interval_of
+from jaxact._form.intervals import interval_of, intervals_in
 from jaxact._form.pole_arguments import (
     MARGIN,
     SMALL_NEAR_POLES,
@@ -57,8 +56,7 @@ def sources_near_poles(
       arguments: bases near a pole, which stay exact.
       inside: those among them that a program inside keeps.
     """
-    classes, producers = chooser.classes, chooser.producers
-    stored = chooser.choose(reading.leaves)
+    classes, stored = chooser.classes, chooser.choose(reading.leaves)
     products = BackwardProducts(reading)
     found: set[Var] = set()
     slopes = _with_exponentials(chooser, products, stored)
@@ -69,7 +67,7 @@ def sources_near_poles(
         poles = _spared_near_poles(chooser)
         near = [v for v in stored if _is_near(v, poles, chooser)]
         slopes += [v for v in near if v in magnified]
-        sources = {v: sources_of(v, classes, producers) for v in arguments}
+        sources = {v: sources_of(v, chooser) for v in arguments}
         apart = _sources_apart(chooser, near, sources, poles)
         for v, own in sources.items():
             noisy = stored if v in kept or v in inside else magnified
@@ -82,8 +80,7 @@ def sources_near_poles(
             found |= own
             multiplied.add(classes.base[factor])
             continue
-        whole = sources_of(v, classes, producers)
-        found |= whole or sources_of(v, classes, producers, UNSELECTED)
+        found |= sources_of(v, chooser) or sources_of(v, chooser, UNSELECTED)
     return found | _sources_of_divisors(chooser, products, stored), multiplied
 
 
@@ -135,8 +132,7 @@ def _drawn(chooser: Chooser, x: Var) -> set[Var]:
 
 def _sources_within(chooser: Chooser, x: Var, ends: set[Var]) -> set[Var]:
     """The sources of a value that are not drawn at random, from `ends` on."""
-    behind = sources_behind(x, chooser.classes, chooser.producers, ends=ends)
-    return behind - chooser.classes.random
+    return sources_behind(x, chooser, ends=ends) - chooser.classes.random
 
 
 def _sources_of_divisors(
@@ -147,12 +143,12 @@ def _sources_of_divisors(
     Exact in place of the slopes, of which there are several for each of them: eight
     slopes of a conic become two logarithms of scales and a correlation.
     """
-    classes, producers = chooser.classes, chooser.producers
-    if not classes.exponentials:
+    producers = chooser.producers
+    if not chooser.classes.exponentials:
         return set()
     divisors = {
         v
-        for v in arguments_near_poles(chooser.jaxpr).others
+        for v in arguments_near_poles(chooser.program).others
         if any(
             eqn.primitive.name in EXPONENTIALS
             for eqn in equations_behind(v, producers, is_cheap)
@@ -162,7 +158,7 @@ def _sources_of_divisors(
     for v in stored if divisors else ():
         behind = equations_behind(v, producers, is_cheap)
         if any(pole_in(eqn)[0] in divisors for eqn in behind):
-            for source in sources_behind(v, classes, producers) - {v}:
+            for source in sources_behind(v, chooser) - {v}:
                 replaced[source] = replaced.get(source, 0) + v.aval.size
     if not replaced or not products.after(replaced, among=products.reading.leaves):
         return set()
@@ -171,7 +167,7 @@ def _sources_of_divisors(
 
 def _spared_near_poles(chooser: Chooser) -> set[Var]:
     """Exact arguments that may come near a pole."""
-    near = arguments_near_poles(chooser.jaxpr)
+    near = arguments_near_poles(chooser.program)
     return chooser.classes.spared.intersection([*near.bounded, *near.others])
 
 
@@ -230,7 +226,7 @@ def _factors_apart(
 
     def is_own(v: Atom) -> bool:
         is_known = is_literal(v) or classes.is_exact(v)
-        return is_known or sources_behind(v, classes, producers) <= own
+        return is_known or sources_behind(v, chooser) <= own
 
     others, todo = set[Var](), [slope]
     while todo:
@@ -263,16 +259,14 @@ def _with_exponentials(
             eqn.outvars[0]
             for eqn in equations_behind(v, producers, _scales)
             if eqn.primitive.name in EXPONENTIALS
-            and fact_of(reading.facts, eqn.outvars[0])
+            and fact_of(reading.program.facts, eqn.outvars[0])
         ]
         for v in slopes
     }
     if not any(exponentials.values()):
         return []
-    intervals = find_intervals(chooser.jaxpr)
-    parts = functools.partial(
-        sources_behind, classes=chooser.classes, producers=producers, cheap=UNSELECTED
-    )
+    intervals = intervals_in(chooser.program)
+    parts = lambda v: sources_behind(v, chooser, UNSELECTED)
 
     def residuals_of(v: Var) -> set[Var]:
         return {r for r in reading.leaves if v in chooser.bases([r])}

@@ -6,7 +6,7 @@ reduction that a product contracts with is none, and neither is one that scales 
 a pooled feature is an activation like another.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 
 from jaxact._form.inside import insides
 from jaxact._form.magnified import is_inverse, magnified_in
@@ -31,23 +31,21 @@ from jaxact._jaxpr.read import (
 )
 from jaxact._jaxpr.types import Jaxpr, Var
 from jaxact._plan.facts import is_activation
+from jaxact._plan.program import Program, found_once
 
 # Elements that one divisor has: exact, it takes half a byte for each of them.
 _ROW = 8
 
 
-def find_statistics(jaxpr: Jaxpr, facts: Facts) -> set[Var]:
-    """Results of reductions, and elementwise functions of them and of parameters.
-
-    Args:
-      facts: which variables are made from more than parameters.
-    """
-    spread = spread_sums(jaxpr)
+@found_once
+def find_statistics(program: Program) -> Set[Var]:
+    """Results of reductions, and elementwise functions of them and of parameters."""
+    jaxpr, facts, spread = program.jaxpr, program.facts, spread_sums(program)
     divisors = _divisors(jaxpr, spread, _reduced(jaxpr, facts))
     # A sum's inverse that the elements of a segment gather is no feature.
     gathered = _gathered_inverses(jaxpr, spread)
     contracted = contracted_in(jaxpr) - gathered - (divisors & spread.keys())
-    statistics = _inside(jaxpr, facts) - contracted
+    statistics = _inside(program) - contracted
     magnified = magnified_in(jaxpr)
     numbers = {v for v in jaxpr.invars if not v.aval.shape}
     for eqn in jaxpr.eqns:
@@ -91,23 +89,25 @@ def find_statistics(jaxpr: Jaxpr, facts: Facts) -> set[Var]:
     return statistics
 
 
-def _inside(jaxpr: Jaxpr, facts: Facts) -> set[Var]:
+def _inside(program: Program) -> set[Var]:
     """Outputs of equations that are statistics in the programs inside."""
-    found: set[Var] = set()
-    for inside in insides(jaxpr, facts):
-        own = find_statistics(inside.program, inside.facts)
-        found.update(output for v, output in inside.outputs if v in own)
-    return found
+    return {
+        output
+        for inside in insides(program)
+        for v, output in inside.outputs
+        if v in find_statistics(inside.program)
+    }
 
 
-def spread_sums(jaxpr: Jaxpr) -> dict[Var, set[Var]]:
+@found_once
+def spread_sums(program: Program) -> Mapping[Var, set[Var]]:
     """Products that give many elements the sums of few others, and these sums.
 
     A softmax by segment divides by onehot @ (onehot.T @ e).
     """
     sums: set[Var] = set()
     spread: dict[Var, set[Var]] = {}
-    for eqn in jaxpr.eqns:
+    for eqn in program.jaxpr.eqns:
         inputs = variables_in(eqn.invars)
         if not inputs or len(eqn.outvars) != 1:
             continue

@@ -17,9 +17,10 @@ from jaxact._form.pole_arguments import pole_in
 from jaxact._form.poles import UNSELECTED, sources_behind
 from jaxact._jaxpr.compat import open_jaxpr
 from jaxact._jaxpr.primitives import EXPONENTIALS, MOVES
-from jaxact._jaxpr.read import equations_behind, producers_of, variables_in
+from jaxact._jaxpr.read import equations_behind, variables_in
 from jaxact._jaxpr.rewrite import flatten, inlinable_body
 from jaxact._jaxpr.types import Atom, Eqn, Var
+from jaxact._plan.program import Program
 
 
 def bases_in_unlike_rows(
@@ -32,7 +33,7 @@ def bases_in_unlike_rows(
       kept: bases that stay exact for other reasons.
     """
     classes = chooser.classes
-    norms = norms_in(chooser.jaxpr, chooser.producers)
+    norms = norms_in(chooser.program)
     found = _in_quotients(chooser, norms)
     for v in chooser.bases(needed):
         if _is_scaled_exponential(v, norms) and norms.sums.has_parts(v):
@@ -84,7 +85,7 @@ def _in_quotients(chooser: Chooser, norms: Norms) -> set[Var]:
         readers = norms.users.get(eqn.outvars[0], ()) if is_inverse else ()
         products = [e for e in readers if e.primitive.name == "mul"]
         for v in chooser.bases([x for e in (eqn, *products) for x in e.invars]):
-            found |= sources_behind(v, chooser.classes, chooser.producers, UNSELECTED)
+            found |= sources_behind(v, chooser, UNSELECTED)
     return found
 
 
@@ -103,6 +104,6 @@ def _is_scaled_exponential(v: Var, norms: Norms) -> bool:
 def _is_divided(scan: Eqn, x: Var) -> bool:
     """Whether the body of a scan divides an array that it is given by its sums."""
     body, _ = flatten(open_jaxpr(scan.params["jaxpr"])[0], inlinable_body)
-    norms = norms_in(body, producers_of(body.eqns))
+    norms = norms_in(Program(body))
     pairs = zip(body.invars, scan.invars, strict=True)
     return any(norms.normalizing(v) is not None for v, given in pairs if given is x)

@@ -17,7 +17,6 @@ from jaxact._jaxpr.read import (
     equations_behind,
     is_literal,
     keeps_elements,
-    readers_of,
     variables_in,
 )
 from jaxact._jaxpr.types import Atom, Var
@@ -73,7 +72,7 @@ def _read(chooser: Chooser, needed: Iterable[Atom]) -> set[Var]:
 def _weights(chooser: Chooser) -> dict[Var, Var]:
     """The base of the scores of each value that is a distribution over a row."""
     jaxpr, classes = chooser.jaxpr, chooser.classes
-    readers = readers_of(jaxpr.eqns)
+    readers = chooser.program.readers
     weights: dict[Var, Var] = {}
     constant: set[Atom] = set()
     for eqn in jaxpr.eqns:

@@ -8,26 +8,27 @@ after a ReLU and an epsilon of 1e-4 it was 0.4 gradients at 8 bits. The values i
 such sums stay exact. AlexNet's response norm adds 2, and keeps its memory.
 """
 
-from jaxact._form.affine_classes import Classes
+from jaxact._form.chooser import Chooser
 from jaxact._form.pole_arguments import arguments_near_poles, is_scaling, pole_in
 from jaxact._form.short_norms import bases_behind
 from jaxact._jaxpr.read import equations_behind
-from jaxact._jaxpr.types import Eqn, Jaxpr, Producers, Var
+from jaxact._jaxpr.types import Eqn, Var
 
 
-def bases_in_windows(jaxpr: Jaxpr, classes: Classes, producers: Producers) -> set[Var]:
+def bases_in_windows(chooser: Chooser) -> set[Var]:
     """Bases that sums over windows near a pole are computed from."""
-    if not any(map(_is_sum, jaxpr.eqns)):
+    eqns, exponentials = chooser.jaxpr.eqns, chooser.classes.exponentials
+    if not any(map(_is_sum, eqns)):
         return set()
-    found = arguments_near_poles(jaxpr)
+    found = arguments_near_poles(chooser.program)
     near = {*found.bounded, *found.others}
     bases: set[Var] = set()
-    for argument in filter(None, (pole_in(eqn)[0] for eqn in jaxpr.eqns)):
-        for eqn in equations_behind(argument, producers, _is_scaling_or_sum):
+    for argument in filter(None, (pole_in(eqn)[0] for eqn in eqns)):
+        for eqn in equations_behind(argument, chooser.producers, _is_scaling_or_sum):
             x = eqn.invars[0]
             # Exponentials have any size above a bound, too.
-            if _is_sum(eqn) and (argument in near or x in classes.exponentials):
-                bases |= bases_behind(x, classes, producers)
+            if _is_sum(eqn) and (argument in near or x in exponentials):
+                bases |= bases_behind(x, chooser)
     return bases
 
 

@@ -114,10 +114,10 @@ def _sources(reading: Reading, v: Var, leaves: Collection[Var]) -> list[Var] | R
         reason = obstacle(reading, x)
         if reason is not None:
             return reason
-        for u in variables_in(reading.producers[x].invars):
+        for u in variables_in(reading.program.producers[x].invars):
             if u not in seen:
                 seen.add(u)
-                is_source = u in leaves or u not in reading.producers
+                is_source = u in leaves or u not in reading.program.producers
                 (sources if is_source else todo).append(u)
     return sources
 
@@ -128,7 +128,7 @@ def _replay(
     """The equations that compute `recomputed` from `stored`, in program order."""
     todo, seen, needed = list(recomputed), set(recomputed), set()
     while todo:
-        eqn = reading.producers[todo.pop()]
+        eqn = reading.program.producers[todo.pop()]
         needed.add(id(eqn))
         for x in variables_in(eqn.invars):
             if x not in seen and x not in stored:

@@ -13,14 +13,15 @@ import jax.numpy as jnp
 from jaxact._codec import Exact, Recompute
 from jaxact._decision import Decision, Reason
 from jaxact._flat import Flat
-from jaxact._jaxpr.flow import Facts, fact_of, flow
+from jaxact._jaxpr.flow import fact_of, flow
 from jaxact._jaxpr.links import Links
 from jaxact._jaxpr.primitives import PLACEMENTS, VIEWS
 from jaxact._jaxpr.read import is_literal, variables_in
-from jaxact._jaxpr.types import Atom, Producers, Var
+from jaxact._jaxpr.types import Atom, Var
 from jaxact._plan.apart import Apart
 from jaxact._plan.facts import ACTIVATION, STORED, input_facts, is_activation, learn
 from jaxact._plan.forward import Forward
+from jaxact._plan.program import Program
 from jaxact._plan.storage import Normalized, Replay, StoragePlan
 from jaxact._policy import Policy, small_size
 from jaxact._residual import Provenance, Residual
@@ -31,9 +32,8 @@ class Reading:
     """A forward program with the facts that decisions rest on.
 
     Attributes:
-      facts: about each variable; see `facts.py`.
+      program: with facts about each variable.
       inputs: the variables that are given to the program.
-      producers: the equation that computes each other variable.
       links: the program's.
       leaves: the distinct variables among the residuals.
       small_size: the most elements that a small activation among `leaves` has.
@@ -44,9 +44,8 @@ class Reading:
 
     forward: Forward
     policy: Policy
-    facts: Facts
+    program: Program
     inputs: frozenset[Var]
-    producers: Producers
     links: Links
     leaves: tuple[Var, ...]
     small_size: int
@@ -56,7 +55,7 @@ class Reading:
 
     def is_activation(self, v: Var) -> bool:
         """Whether `v` is made from more than parameters."""
-        return is_activation(self.facts, v)
+        return is_activation(self.program.facts, v)
 
     def decide(self, residual: Residual, *, statistic: bool = False) -> Decision:
         """The policy's decision about a residual."""
@@ -67,7 +66,7 @@ class Reading:
 
     def is_stored_inside(self, v: Var) -> bool:
         """Whether a compressed call inside this one already stored `v`."""
-        return bool(fact_of(self.facts, v) & STORED)
+        return bool(fact_of(self.program.facts, v) & STORED)
 
     def is_on_host(self, v: Var) -> bool:
         """Whether `v` is in host memory, where it stays: codecs compute on devices."""
@@ -80,17 +79,15 @@ def read_forward(forward: Forward, flat: Flat, policy: Policy, prefix: str) -> R
     facts = flow(jaxpr, [0, *input_facts(flat)], learn)
     leaves = tuple(dict.fromkeys(variables_in(forward.residuals)))
     sizes = [v.aval.size for v in leaves if fact_of(facts, v) & ACTIVATION]
-    provenance = Provenance(jaxpr, ["seed", *flat.paths])
     return Reading(
         forward,
         policy,
-        facts,
+        Program(jaxpr, facts),
         frozenset([*jaxpr.invars, *jaxpr.constvars]),
-        provenance.producers(jaxpr),
         flat.links(jaxpr.invars[1:], jaxpr.outvars[: forward.num_outputs]),
         leaves,
         small_size(sizes),
-        provenance,
+        Provenance(jaxpr, ["seed", *flat.paths]),
         prefix,
         flat.is_inside,
     )
@@ -98,7 +95,7 @@ def read_forward(forward: Forward, flat: Flat, policy: Policy, prefix: str) -> R
 
 def referenced(reading: Reading) -> set[Var]:
     """Inputs that JAX keeps as they are, or moved: they are at hand anyway."""
-    makers, found = reading.producers, set[Var]()
+    makers, found = reading.program.producers, set[Var]()
     moves = VIEWS | PLACEMENTS
     for leaf in reading.leaves:
         v: Atom = leaf
@@ -124,7 +121,7 @@ def decide_unrounded(reading: Reading, v: Var, residual: Residual) -> Decision |
     if reading.is_activation(v):
         return None
     if v in reading.inputs:
-        is_unnamed = fact_of(reading.facts, v) != 0
+        is_unnamed = fact_of(reading.program.facts, v) != 0
         reason = Reason.NOT_AN_ACTIVATION if is_unnamed else Reason.REFERENCED
         return Decision(residual, Exact(), reason)
     if residual.dtype == jnp.bool_:
@@ -134,9 +131,10 @@ def decide_unrounded(reading: Reading, v: Var, residual: Residual) -> Decision |
 
 def obstacle(reading: Reading, v: Var) -> Reason | None:
     """Why a value cannot be recomputed; None where it can."""
-    if v not in reading.producers:
+    producers = reading.program.producers
+    if v not in producers:
         return Reason.ARGUMENT
-    return Reason.SIDE_EFFECT if reading.producers[v].effects else None
+    return Reason.SIDE_EFFECT if producers[v].effects else None
 
 
 def keep_instead(decision: Decision, reason: Reason) -> Decision:

@@ -11,7 +11,10 @@ from jax import lax
 import jaxact
 from jaxact._form.softmax import softmax_p, softmaxes, with_softmaxes
 from jaxact._jaxpr.compat import open_jaxpr
+from jaxact._jaxpr.flow import flow
 from jaxact._jaxpr.links import Links
+from jaxact._plan.facts import ACTIVATION
+from jaxact._plan.program import Program
 from support.gpu_target import needs_target
 from support.programs import gradient_error, relative_error
 from support.variants import mostly_thorough
@@ -63,7 +66,7 @@ OTHERS = {
 
 def count(f):
     jaxpr, _ = open_jaxpr(jax.make_jaxpr(f)(X))
-    return len(list(softmaxes(jaxpr)))
+    return len(softmaxes(Program(jaxpr)))
 
 
 @pytest.mark.parametrize("f", SOFTMAXES.values(), ids=SOFTMAXES)
@@ -127,9 +130,10 @@ def test_whether_a_product_or_a_pole_reads_it(name):
     """Attention takes one sum along its scores, where two more change nothing."""
     f, is_plain = READERS[name]
     jaxpr, _ = open_jaxpr(jax.make_jaxpr(lambda x: f(by_hand(-1)(x)))(X))
+    program = Program(jaxpr, flow(jaxpr, [ACTIVATION]))
     (eqn,) = [
         eqn
-        for eqn in with_softmaxes(jaxpr, lambda v: True, Links()).eqns
+        for eqn in with_softmaxes(program, Links()).eqns
         if eqn.primitive is softmax_p
     ]
     assert eqn.params["is_plain"] == is_plain
