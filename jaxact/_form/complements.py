@@ -54,7 +54,16 @@ def _sums_behind(complement: Var, producers: Producers) -> list[Var]:
     made = equations_behind(complement, producers, is_cheap)
     makers = [producers.get(v) for eqn in made for v in variables_in(eqn.invars)]
     sums = [eqn for eqn in makers if eqn is not None and _is_sum(eqn)]
-    return [v for eqn in sums for v in variables_in(eqn.invars)]
+    summed = [v for eqn in sums for v in variables_in(eqn.invars)]
+    return [u for v in summed for u in _factors(v, producers)]
+
+
+def _factors(v: Var, producers: Producers) -> list[Var]:
+    """What `v` is a product of, as in 1 - u @ v with normalized u and v."""
+    eqn = producers.get(v)
+    if eqn is None or eqn.primitive.name != "mul":
+        return [v]
+    return variables_in(eqn.invars)
 
 
 def _is_sum(eqn: Eqn) -> bool:
