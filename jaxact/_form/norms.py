@@ -28,7 +28,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from typing import NamedTuple, TypeAlias
 
 from jaxact._form.intervals import Interval, interval_of, intervals_in
-from jaxact._form.roots import root_in
+from jaxact._form.roots import Root, root_in
 from jaxact._form.row_sums import RowSums, are_apart, varies_in_groups
 from jaxact._form.statistics import spread_sums
 from jaxact._jaxpr.primitives import (
@@ -179,12 +179,12 @@ class Norms:
 
     def _scale(self, factor: Var, is_divisor: bool, x: Var) -> _Scale | None:
         """The scale that multiplies or divides rows of `x`."""
-        root = root_in(factor, self.producers)
+        root = self._root(factor, is_divisor)
         if root is not None:
             v, is_inverse, _ = root
             return _Scale(v, is_inverse, self._may_vanish(v))
         segments = self._gathered_from(factor)
-        root = None if segments is None else root_in(segments, self.producers)
+        root = None if segments is None else self._root(segments, is_divisor)
         if root is not None:
             return _Scale(factor, root.is_factor_inverse, True)
         # Sums may vanish, and overflow.
@@ -195,6 +195,15 @@ class Norms:
         if divisor is not None and self._is_scale(divisor, x):
             return _Scale(factor, not is_divisor, True)
         return None
+
+    def _root(self, factor: Var, is_divisor: bool) -> Root | None:
+        """The root that a program divides by.
+
+        Not that which a gated recurrent unit multiplies with, x sqrt(1 - a^2).
+        """
+        root = root_in(factor, self.producers)
+        divides = root is not None and root.is_factor_inverse is not is_divisor
+        return root if divides else None
 
     def _may_vanish(self, deviation: Var) -> bool:
         """Whether no epsilon under its root keeps a deviation away from 0."""

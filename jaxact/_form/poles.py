@@ -151,16 +151,20 @@ def sources_behind(
       ends: sources already.
     """
     sources: set[Var] = set()
-    todo, seen = [v], set()
+    todo, seen, is_exact = [v], set(), chooser.classes.is_exact
     while todo:
         x = todo.pop()
         eqn = None if x in ends else chooser.producers.get(x)
         if eqn is None or not _is_passed(eqn, cheap):
             sources.add(x)
             continue
-        new = [u for u in variables_in(eqn.invars) if u not in seen]
+        inexact = [u for u in variables_in(eqn.invars) if not is_exact(u)]
+        if not inexact and not is_exact(x):
+            sources.add(x)  # a bias and a product that is exact only if it is stored
+            continue
+        new = [u for u in inexact if u not in seen]
         seen.update(new)
-        todo += [u for u in new if not chooser.classes.is_exact(u)]
+        todo += new
     return sources
 
 

@@ -77,3 +77,25 @@ def test_only_the_product_before_a_pole_stays_exact(layer, ratio):
     large = [r for r in table.rows if r.exact_bytes >= 4 * ROWS * WIDTH]
     assert sum(r.stored_bytes == r.exact_bytes for r in large) == 1
     assert table.ratio > ratio
+
+
+HEADS = 16
+
+
+def by_head(rate, a, x):
+    """Rates for the heads, which a token chooses, times each channel's own."""
+    chosen = jax.nn.softplus(x @ a + rate[None, :HEADS])
+    own = jax.nn.softplus(rate).reshape(1, HEADS, -1)
+    gate = jnp.sqrt(-jnp.expm1(-2 * chosen[..., None] * own))
+    return (x.reshape(gate.shape) * gate).reshape(x.shape)
+
+
+def test_a_gate_for_each_head():
+    """Before, 1.4 gradients: x was stored over the root, as if divided by it.
+
+    And 0.2 before the slopes behind a product plus a bias were exact.
+    """
+    f = lambda rate, a, x: by_head(rate, a, x)[:, :WIDTH] @ OUT
+    rate, a = jnp.tile(PARAMS["rate"], 2), jnp.tile(PARAMS["gate"], (2, 1))[:, :HEADS]
+    args = rate, a, jnp.concatenate([X, X[::-1]], 1)
+    assert gradient_error(f, *args, policy=Policy(bits=8), jit=True) < 0.03
