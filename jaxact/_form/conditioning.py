@@ -17,6 +17,7 @@ from jaxact._form.poles import (
     sources_of,
 )
 from jaxact._form.returned import unclipped
+from jaxact._form.sample_slopes import bases_of_sample_slopes
 from jaxact._form.short_norms import bases_in_short_norms
 from jaxact._form.unlike_rows import bases_in_unlike_rows
 from jaxact._form.weighted_scores import bases_of_weighted_scores
@@ -45,6 +46,7 @@ def ill_conditioned(
     for reason, bases in (  # a later one is told
         (Reason.RETURNED, bases_returned(chooser, links.results)),
         (Reason.NEAR_POLE, bases_near_poles(chooser, links.carried)),
+        (Reason.NEAR_POLE, bases_of_sample_slopes(chooser)),
         (Reason.SHORT_NORM, bases_in_short_norms(chooser)),
         (Reason.COMPLEMENT, bases_in_complements(chooser)),
         (Reason.SOLVED_WITH, bases_of_factors(chooser)),

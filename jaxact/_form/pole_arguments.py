@@ -182,6 +182,8 @@ def pole_in(eqn: Eqn) -> tuple[Var | None, float]:
         operand, pole = inputs[0], POLES[name]
     elif name == "div" or (name == "integer_pow" and eqn.params["y"] < 0):
         operand = inputs[-1]
+    elif is_log_gamma(eqn):
+        operand = inputs[1]
     elif name == "pow" and not _is_power(inputs[1]):
         operand = inputs[0]
     return (None if operand is None or is_literal(operand) else operand), pole
@@ -204,6 +206,11 @@ def _pole_in_rule(eqn: Eqn) -> tuple[Var | None, float]:
         if operand is not None and not is_literal(operand):
             return operand, pole
     return None, 0.0
+
+
+def is_log_gamma(eqn: Eqn) -> bool:
+    """Whether it draws logarithms from a gamma distribution: slopes are 1 / shape^2."""
+    return eqn.primitive.name == "random_gamma" and eqn.params["log_space"]
 
 
 def _is_power(exponent: Atom) -> bool:
