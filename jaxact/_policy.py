@@ -385,11 +385,11 @@ def _require_action(argument: str, action: object) -> None:
 
 
 def _actions() -> str:
-    """Every action, with its first field: 'Exact(), Quantize(bits) and ...'."""
+    """Every public action, with its first field: 'Exact(), Quantize(bits) and ...'."""
     calls = []
     for value in vars(_codec).values():
         is_action = isinstance(value, type) and issubclass(value, Action)
-        if is_action and not inspect.isabstract(value):
+        if is_action and not inspect.isabstract(value) and value is not Bitfield:
             fields = [f.name for f in dataclasses.fields(value)]  # type: ignore[arg-type]
             calls.append(f"{value.__name__}({', '.join(fields[:1])})")
     return f"{', '.join(calls[:-1])} and {calls[-1]}"

@@ -151,12 +151,17 @@ def warn_about_rules(policy: Policy) -> None:
         if index in watch.used or rule.path == "*":
             continue
         if not any(_is_in_call(rule.key, prefix) for prefix in again):
-            _warn(
-                watch.line,
-                f"jaxact: {rule} matched no residual of {calls}."
+            decided = [r.key for r in watch.residuals if rule.matches(r)]
+            found = (
+                f"decides about no residual of {calls}: an earlier rule matches "
+                f"{decided[0]}{_others(len(decided) - 1)}, and the first that matches "
+                "decides. Put it before that rule."
+                if decided
+                else f"matched no residual of {calls}."
                 f"{_suggestion(rule, watch.residuals)} See jaxact.residuals for the "
-                "residuals that there are.",
+                "residuals that there are."
             )
+            _warn(watch.line, f"jaxact: {rule} {found}")
     for checkpoint in checkpoints_of(policy.recompute):
         if not any(checkpoint.matches(prefix) for prefix in watch.prefixes):
             _warn(

@@ -78,7 +78,7 @@ def _traceable(
     By `nnx.jit` where NNX modules are arguments: JAX's own drops changes to them, such
     as an optimizer's update, and with it the gradient.
     """
-    if not callable(step):
+    if not callable(step) or isinstance(step, Compiled):  # a step is lowered here
         raise TypeError(
             f"jaxact: got a value of type {type(step).__name__}; a step is required, a "
             "function such as jax.grad(loss), and its arguments after it."

@@ -185,7 +185,8 @@ class ResidualTable(Tabular):
       rows: one for each stored array that the function computes.
       referenced_bytes: bytes of arguments and constants that the backward pass reads in
         place, such as parameters; they exist anyway and are not in the sums.
-      unused_rules: rules that matched nothing, from all policies in the function.
+      unused_rules: rules that decided about nothing, from all policies in the
+        function; a rule that recomputes is none.
       checkpointed: residuals of compressed calls in a `jax.checkpoint`, and of those
         that a custom rule differentiates. They are packed while the backward pass
         computes a checkpoint again, and gone before the next one; they are not in the
@@ -219,7 +220,7 @@ class ResidualTable(Tabular):
         return self.exact_bytes / self.stored_bytes if self.stored_bytes else 1.0
 
     def summary(self) -> str:
-        """The totals, bytes outside of compressed calls, rules that matched none."""
+        """The totals, bytes outside of compressed calls, rules that decide none."""
         count = len(self.rows)
         on_host = f", {bytes_text(self.host_bytes)} on the host"
         lines = [
@@ -231,7 +232,7 @@ class ResidualTable(Tabular):
             *self._outside(),
             *self._inside_checkpoints(),
         ]
-        lines += [f"matched nothing: {rule}" for rule in self.unused_rules]
+        lines += [f"decides nothing: {rule}" for rule in self.unused_rules]
         rows = (*self.rows, *self.checkpointed)
         if any(row.bias is Bias.FIRST_ORDER for row in rows):
             lines.append(_FIRST_ORDER)

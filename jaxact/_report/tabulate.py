@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import jax
 
-from jaxact._codec import Exact
+from jaxact._codec import Exact, Recompute
 from jaxact._decision import Decision, Reason, Remark
 from jaxact._jaxpr.flow import fact_of, flow, union
 from jaxact._jaxpr.labels import DERIVATIVE
@@ -229,6 +229,10 @@ def _part(residual: Residual) -> str:
 
 
 def _unused(marks: _Marks) -> tuple[Rule, ...]:
+    """The rules that decided about nothing.
+
+    Without those that recompute: a call that they leave nothing to store has no mark.
+    """
     used: dict[tuple[Rule, ...], set[int]] = {}
     for eqn, _ in marks.marked:
         policy, rules = eqn.params["policy"], eqn.params["used_rules"]
@@ -237,5 +241,5 @@ def _unused(marks: _Marks) -> tuple[Rule, ...]:
         rule
         for several, indices in used.items()
         for index, rule in enumerate(several)
-        if index not in indices
+        if index not in indices and not isinstance(rule.action, Recompute)
     )

@@ -257,3 +257,9 @@ def test_compressed_steps_compile_for_a_target(target):
     step = jax.grad(lambda w, x: small(x, w).sum())
     found = memory(step, shape(256, 256), shape(512, 256), target=target)
     assert found.output_bytes == 256 * 256 * 4
+
+
+def test_a_compiled_step_is_refused():
+    compiled = jax.jit(jnp.sin).lower(1.0).compile()
+    with pytest.raises(TypeError, match="type Compiled; a step is required"):
+        memory(compiled)

@@ -2,6 +2,7 @@
 
 import ntpath
 import os
+import re
 import warnings
 from pathlib import Path
 
@@ -189,7 +190,29 @@ def test_a_rule_that_matches_nothing_is_reported():
         gradient(small, P, X)
     table = jaxact.residuals(small, P, X)  # no second warning
     assert Rule(Exact(), name="nothing") in table.unused_rules
-    assert "matched nothing: Rule(Exact(), name='nothing')" in str(table)
+    assert "decides nothing: Rule(Exact(), name='nothing')" in str(table)
+
+
+def test_offered_actions_are_public():
+    with pytest.raises(TypeError) as caught:
+        Rule(4, path="*")
+    offered = re.findall(r"(\w+)\(", str(caught.value).partition("Actions are ")[2])
+    assert len(offered) > 9 and all(hasattr(jaxact, name) for name in offered)
+
+
+def test_a_rule_behind_another_is_told_of_it():
+    rules = Rule(Exact(), path="*"), Rule(Quantize(2), name="hidden")
+    small = jaxact.compress(mlp, policy=Policy(rules=rules), activations="x")
+    with pytest.warns(jaxact.CompressionWarning, match="earlier rule matches"):
+        gradient(small, P, X)
+
+
+def test_a_rule_that_leaves_nothing_to_store_is_used():
+    rule = Rule(jaxact.Recompute(), path="*")
+    small = jaxact.compress(mlp, policy=Policy(rules=(rule,)), activations="x")
+    two = lambda p, x: small(p, small(p, x))
+    table = jaxact.residuals(two, P, X)
+    assert not table.unused_rules
 
 
 @pytest.mark.parametrize("rule, offer", [
