@@ -1,6 +1,7 @@
 """Who imports whom, what is public, and how long things are."""
 
 import ast
+import re
 import subprocess
 import sys
 from importlib import util
@@ -100,6 +101,13 @@ def length_without_docstring(node):
     if ast.get_docstring(node) is not None:
         lines -= docstring.end_lineno - docstring.lineno + 1
     return lines
+
+
+def test_files_that_are_spoken_of_exist():
+    names = {path.name for path in (*ALL, *files(TESTS.parent / "kernels"))}
+    for path in ALL:
+        for name in re.findall(r"`(?:\w+/)*(\w+\.py)`", path.read_text()):
+            assert name in names, f"{of(path)}: {name}"
 
 
 def test_one_derivative_rule():

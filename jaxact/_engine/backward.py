@@ -234,7 +234,7 @@ def _decoded(storage: Storage, packed: Packed) -> jax.Array:
 def _decoded_again(
     plan: StoragePlan, storage: Storage, residuals: Sequence[Packed]
 ) -> Env:
-    """Other decoded copies of packed values, see `again.py`."""
+    """Other decoded copies of packed values, see `decoded_again.py`."""
     packed = dict(zip(plan.packed, residuals, strict=True))
     found: Env = {}
     for step in plan.replay:

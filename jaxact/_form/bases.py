@@ -189,7 +189,7 @@ def _alike_in_parts(bases: _Bases) -> list[Var]:
         whole
         for whole, own in parts.items()
         if sum(v.aval.size for v in own) == whole.aval.size
-        and all(is_cut_at_groups(v, whole, classes, chooser.producers) for v in own)
+        and all(is_cut_at_groups(v, whole, chooser) for v in own)
         and _is_decided_alike(bases, whole, own)
     ]
 

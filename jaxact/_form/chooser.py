@@ -9,11 +9,11 @@ fused query-key-value product).
 
 import dataclasses
 import functools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from jaxact._form.affine_classes import Classes
 from jaxact._jaxpr.read import is_literal, is_square
-from jaxact._jaxpr.types import Atom, Jaxpr, Producers, Var
+from jaxact._jaxpr.types import Atom, Eqn, Jaxpr, Producers, Var
 from jaxact._plan.program import Program
 
 # A set in the order in which it grew.
@@ -39,6 +39,20 @@ class Chooser:
         """The inexact variables' bases."""
         inexact = [v for v in variables if not self.classes.is_exact(v)]
         return list(dict.fromkeys(self.classes.base[v] for v in inexact))
+
+    def bases_behind(
+        self, v: Atom, operands: Callable[[Eqn], Sequence[Atom]]
+    ) -> set[Var]:
+        """The base of a value, and those behind `operands` of a base's equation."""
+        found: set[Var] = set()
+        todo: list[Atom] = [v]
+        while todo:
+            for base in self.bases([todo.pop()]):
+                if base not in found:
+                    found.add(base)
+                    eqn = self.producers.get(base)
+                    todo += () if eqn is None else operands(eqn)
+        return found
 
     def choose(
         self, residuals: Sequence[Var], wholes: Collection[Var] = ()

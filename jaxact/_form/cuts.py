@@ -8,36 +8,34 @@ lie; apart, XLA copies each for its kernel. Predicted for GPT-2 small on an H100
 
 import math
 
-from jaxact._form.affine_classes import Classes
+from jaxact._form.chooser import Chooser
 from jaxact._jaxpr.read import is_elementwise, is_literal, variables_in
-from jaxact._jaxpr.types import Eqn, Producers, Var
+from jaxact._jaxpr.types import Eqn, Var
 
 # Elements in a group, unless a codec says otherwise.
 _GROUP = 256
 
 
-def is_cut_at_groups(
-    part: Var, whole: Var, classes: Classes, producers: Producers
-) -> bool:
+def is_cut_at_groups(part: Var, whole: Var, chooser: Chooser) -> bool:
     """Whether no group in `whole` has elements from two parts."""
-    cut = producers[part]
+    cut = chooser.producers[part]
     shape, (v, *_) = whole.aval.shape, cut.invars
     while v is not whole:
-        inexact = [] if is_literal(v) else _inexact_inputs(v, classes, producers)
+        inexact = [] if is_literal(v) else _inexact_inputs(v, chooser)
         if len(inexact) != 1:
             return False
         (v,) = inexact
     return all(n % _GROUP == 0 for n in (shape[-1], *_extent(cut, part)))
 
 
-def _inexact_inputs(v: Var, classes: Classes, producers: Producers) -> list[Var]:
+def _inexact_inputs(v: Var, chooser: Chooser) -> list[Var]:
     """The inexact inputs of the equation for `v`; none if it moves elements."""
-    maker = producers.get(v)
+    maker = chooser.producers.get(v)
     if maker is None:
         return []
     keeps_order = is_elementwise(maker) or maker.primitive.name == "reshape"
     inputs = variables_in(maker.invars) if keeps_order else []
-    return [x for x in inputs if not classes.is_exact(x)]
+    return [x for x in inputs if not chooser.classes.is_exact(x)]
 
 
 def _extent(cut: Eqn, part: Var) -> tuple[int, int]:

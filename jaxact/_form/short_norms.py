@@ -6,6 +6,8 @@ deviation is large, and so is the noise. The values that such a norm is taken fr
 exact.
 """
 
+from collections.abc import Sequence
+
 from jaxact._form.chooser import Chooser
 from jaxact._jaxpr.primitives import REDUCTIONS
 from jaxact._jaxpr.read import is_literal, keeps_elements, variables_in
@@ -45,18 +47,11 @@ def _is_short(eqn: Eqn) -> bool:
 
 def bases_behind(x: Atom, chooser: Chooser) -> set[Var]:
     """The base of a value, and of those that it is a square or a power of."""
-    classes, bases = chooser.classes, set[Var]()
-    todo = [x]
-    while todo:
-        v = todo.pop()
-        if classes.is_exact(v) or classes.base[v] in bases:
-            continue
-        base = classes.base[v]
-        bases.add(base)
-        eqn = chooser.producers.get(base)
-        if eqn is not None and keeps_elements(eqn):
-            inputs = [u for u in variables_in(eqn.invars) if not classes.is_exact(u)]
-            # More than one: a residual join, where other values begin.
-            if len({classes.base[u] for u in inputs}) == 1:
-                todo += inputs
-    return bases
+
+    def operands(eqn: Eqn) -> Sequence[Var]:
+        inputs = variables_in(eqn.invars)
+        # More than one: a residual join, where other values begin.
+        is_function = keeps_elements(eqn) and len(chooser.bases(inputs)) == 1
+        return inputs if is_function else ()
+
+    return chooser.bases_behind(x, operands)

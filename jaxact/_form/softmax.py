@@ -226,7 +226,7 @@ def _differentiate(
 ) -> tuple[list[Any], list[Tangent]]:
     """`is_plain`: the cotangent keeps its mean; `narrow`: if only copies with this
     dtype are read, and a sum over a row another decoded copy than the values that it
-    scales, see `again.py`.
+    scales, see `decoded_again.py`.
     """
     env: Env = {softmax.scores: primals[0]}
     for eqn in softmax.eqns:

@@ -107,16 +107,5 @@ def _is_shifted(v: Atom, chooser: Chooser) -> bool:
 
 def _terms(v: Atom, chooser: Chooser) -> set[Var]:
     """The bases that a value is a sum of."""
-    classes = chooser.classes
-    terms: set[Var] = set()
-    todo = [v]
-    while todo:
-        v = todo.pop()
-        if classes.is_exact(v) or classes.base[v] in terms:
-            continue
-        base = classes.base[v]
-        terms.add(base)
-        eqn = chooser.producers.get(base)
-        if eqn is not None and eqn.primitive.name in SUMS:
-            todo += eqn.invars
-    return terms
+    terms = lambda eqn: eqn.invars if eqn.primitive.name in SUMS else ()
+    return chooser.bases_behind(v, terms)

@@ -5,8 +5,8 @@ one; and the rest of the backward pass follows the order that the unpacked array
 Two kinds of residuals are in memory, but not as the program has them:
 
 - A float32 softmax in a bfloat16 network is there as its bfloat16 copy alone, which the
-  product with the values reads (see `again.py`). To pack that adds a relative error of
-  2^-9 to an element, as the network's own products have it.
+  product with the values reads (see `decoded_again.py`). To pack that adds a relative
+  error of 2^-9 to an element, as the network's own products have it.
 - What a transposed product makes, such as `einsum("BTNH,BSNH->BTNS")`, stays where the
   product put it, and so do elementwise functions after it.
 

@@ -70,7 +70,7 @@ def narrowed(jaxpr: Jaxpr, outputs: Sequence[Atom]) -> dict[Var, Dtype]:
 
     With the widest of those types. XLA has the narrow value in memory alone. The wide
     one, twice as large, would be written for its encoding. A softmax is none of these,
-    see `again.py`.
+    see `decoded_again.py`.
     """
     found: dict[Var, Dtype] = {}
     others = set(variables_in(outputs))
