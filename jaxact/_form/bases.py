@@ -76,7 +76,7 @@ def plan_bases(
     apart = {
         v: one
         for v, one in reading.forward.apart.items()
-        if v in stored and v not in normalized and decisions[v].bias is not Bias.EXACT
+        if v in stored and decisions[v].bias is not Bias.EXACT
     }
     classes = bases.chooser.classes.with_kept(set(statistics))
     chooser = dataclasses.replace(bases.chooser, classes=classes)

@@ -187,6 +187,26 @@ class Normalized:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class _Both:
+    """A map by rows' sums for an array without the largest element in each row."""
+
+    apart: Apart
+    norm: Normalized
+
+    def apply(self, x: jax.Array, env: Env) -> jax.Array:
+        """The array to store, given the residual."""
+        return self.norm.apply(self.apart.apply(x, env), env)
+
+    def restore(self, v: Var, stored: jax.Array, env: Env) -> Env:
+        """The residual `v`, given the stored array."""
+        return self.apart.restore(v, self.norm.restore(v, stored, env)[v], env)
+
+    def like(self, v: Var) -> jax.ShapeDtypeStruct:
+        """The stored array's shape and dtype, for a variable."""
+        return self.norm.like(v)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class StoragePlan:
     """Which values are stored, and how backward has every residual.
 
@@ -197,7 +217,7 @@ class StoragePlan:
       all_decisions: about every residual, for reports.
       policy: that decided.
       normalized: the map that a variable is stored through, for some in `decisions`.
-      apart: the map without the largest element in each row, for some others.
+      apart: the map without the largest element in each row, for some; it comes first.
       is_checkpointed: whether the call is in a checkpoint that its policy asked for.
       origin: kept alive, so that equal calls find it.
     """
@@ -256,7 +276,8 @@ class StoragePlan:
     def _is_fused(self, v: Var) -> bool:
         norm = self.normalized.get(v)
         # No kernel applies another map to what it reads.
-        if norm is not None and not norm.is_by_channel(len(v.aval.shape)):
+        is_by_channel = norm and norm.is_by_channel(len(v.aval.shape))
+        if norm is not None and (v in self.apart or not is_by_channel):
             return True
         is_computed = self.decisions[v].residual.primitive in FUSED
         return is_computed and v not in self._in_memory
@@ -286,9 +307,14 @@ class StoragePlan:
         return self.forward.jaxpr.outvars[: self.forward.num_outputs]
 
     @functools.cached_property
-    def maps(self) -> dict[Var, Normalized | Copy | Apart]:
+    def maps(self) -> dict[Var, Normalized | Copy | Apart | _Both]:
         """What some packed variables are encoded through: a norm, or their copy."""
-        own = {**self.normalized, **self.apart}
+        both = {
+            v: _Both(one, self.normalized[v])
+            for v, one in self.apart.items()
+            if v in self.normalized
+        }
+        own = {**self.normalized, **self.apart, **both}
         others = own.keys() | self.compared.keys()
         whole = [v for v in self.packed if v not in others]
         codecs = {v: self.decisions[v].codec for v in whole}
