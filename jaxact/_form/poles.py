@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxact._form.chooser import Chooser
 from jaxact._form.pole_arguments import MIXING, arguments_near_poles
 from jaxact._form.returned import values_returned
-from jaxact._jaxpr.primitives import CHEAP, EXPONENTIALS, SELECTIONS
+from jaxact._jaxpr.primitives import CHEAP, EXPONENTIALS, MOVES, SELECTIONS
 from jaxact._jaxpr.read import (
     call_body,
     is_literal,
@@ -159,7 +159,8 @@ def sources_behind(
             sources.add(x)
             continue
         inexact = [u for u in variables_in(eqn.invars) if not is_exact(u)]
-        if not inexact and not is_exact(x):
+        is_moved = eqn.primitive.name in MOVES
+        if not (inexact or is_moved or is_exact(x)):
             sources.add(x)  # a bias and a product that is exact only if it is stored
             continue
         new = [u for u in inexact if u not in seen]
