@@ -140,3 +140,32 @@ def test_a_mean_that_a_product_contracts_with_is_a_feature(is_joined):
     rows = jaxact.residuals(jaxact.compress(f, activations=1), W, FEATURES).rows
     assert all(row.action != jaxact.Exact() for row in rows if len(row.shape) > 1)
     assert draw_error(f, FEATURES) < 0.032
+
+
+def deviation_by_squares(x, nodes):
+    mean = by_neighbours(x, nodes)
+    return by_neighbours(x * x, nodes) - mean * mean
+
+
+def deviation_by_differences(x, nodes):
+    difference = x - by_neighbours(x, nodes)[NEIGHBOURS]
+    return by_neighbours(difference * difference, nodes)
+
+
+NEIGHBOURS = jax.random.randint(jax.random.key(3), (EDGES,), 0, EDGES // 4)
+
+
+def by_neighbours(x, nodes):
+    count = sums(jnp.ones((len(x), 1)), NEIGHBOURS, nodes)
+    return sums(x, NEIGHBOURS, nodes) / jnp.maximum(count, 1)
+
+
+@pytest.mark.parametrize("variance", [deviation_by_squares, deviation_by_differences])
+def test_deviations_over_few_neighbours(variance):
+    """Some nodes have one, whose deviation is zero: 0.2 and 0.03 gradients."""
+
+    def f(w, x):
+        own = variance(jax.nn.relu(x @ w), EDGES // 4)
+        return jnp.sqrt(jnp.maximum(own, 0) + 1e-5)
+
+    assert gradient_error(f, W, FEATURES, policy=jaxact.Policy(bits=8)) < 0.02
