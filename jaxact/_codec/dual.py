@@ -131,7 +131,8 @@ class DualPrecision(Codec[Stored]):
             encode = quantize.encode_fused if is_fused else quantize.encode
             return Stored(None, encode(x, seed))
         layout = layout_of(x.shape, self.group_size)
-        x = x.astype(np.float32)
+        # First: means and groups are then cut over the same devices.
+        x = layout.with_whole_groups(x).astype(np.float32)
         mean = _rounded_mean(x, blocks)
         pays = _pays(x, x - blocks.spread(mean), blocks, layout)
         mean = jnp.where(pays, mean, np.float32(0))

@@ -31,14 +31,29 @@ def with_whole_groups(
     names = tuple(name for entry in row for name in entry)
     parts = num_parts(mesh, names)
     is_cut_once = not any(row[1:]) and not is_padded
-    is_between = num_groups % parts == 0 or (num_groups == 1 and len(row) == 1)
     # An axis with one device is no cut, but JAX refuses the same reshapes for its name.
-    if not names or (is_cut_once and is_between):
+    if not names or (is_cut_once and num_groups % parts == 0):
         return x
     sizes = dict(enumerate(x.shape[:num_lead]))
     cut = with_other(dict(enumerate(lead)), sizes, names, mesh)
     entries = [cut[i] or None for i in range(num_lead)]
     return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*entries)))
+
+
+def with_whole_parts(x: jax.Array, parts: int) -> jax.Array:
+    """`x`, with its first axis on every device if a cut goes through one of the parts.
+
+    Args:
+        parts: equal parts of the first axis.
+    """
+    sharding = jax.typeof(x).sharding
+    mesh = sharding.mesh
+    if AxisType.Explicit not in mesh.axis_types:
+        return x
+    first, *others = sharding.spec
+    if parts % num_parts(mesh, _names(first)) == 0:
+        return x
+    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(None, *others)))
 
 
 def _names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:

@@ -42,11 +42,15 @@ class Layout:
         """Groups in the whole array."""
         return math.prod(self.lead) * self.num_groups
 
-    def split(self, x: jax.Array, fill: float) -> jax.Array:
-        """View `x` as `[*lead, num_groups, group]`; padding elements are `fill`."""
-        x = with_whole_groups(
+    def with_whole_groups(self, x: jax.Array) -> jax.Array:
+        """`x`, cut over Explicit axes between groups alone."""
+        return with_whole_groups(
             x, len(self.lead), self.num_groups, is_padded=self.padding > 0
         )
+
+    def split(self, x: jax.Array, fill: float) -> jax.Array:
+        """View `x` as `[*lead, num_groups, group]`; padding elements are `fill`."""
+        x = self.with_whole_groups(x)
         if x.shape != (*self.lead, self.length):
             x = x.reshape(*self.lead, self.length)
         if self.padding:

@@ -192,7 +192,6 @@ def check_shardings():
         with jax.set_mesh(mesh):
             placed = jax.device_put(x, jax.NamedSharding(mesh, jax.P("data")))
             check_sharding(x, placed, PerSample(2.5, shards=4), exchanges=False)
-        if kind == jax.sharding.AxisType.Auto:
             check_sharding(x, placed, PerSample(2.5), exchanges=True)
 
 

@@ -142,9 +142,10 @@ def check_shardings():
             x = sample(subject, shape)
             check_sharding(subject, x, jax.NamedSharding(auto, batch))
     with jax.set_mesh(explicit):
-        x = sample(Affine(4), (8, 4, 1024))
-        for spec in specs:
-            check_sharding(Affine(4), x, jax.NamedSharding(explicit, spec))
+        for subject in (Affine(4), Dithered(2), Rotated(2), ADAPTIVE):
+            x = sample(subject, (8, 4, 1024))
+            for spec in specs:
+                check_sharding(subject, x, jax.NamedSharding(explicit, spec))
 
 
 if __name__ == "__main__":

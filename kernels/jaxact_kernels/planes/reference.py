@@ -29,6 +29,7 @@ from jax.typing import DTypeLike
 
 from jaxact_kernels import words
 from jaxact_kernels.affine import reference as affine_reference
+from jaxact_kernels.explicit import with_whole_parts
 from jaxact_kernels.layout import Layout, layout_of
 
 MAX_BITS = words.MAX_BITS
@@ -69,14 +70,16 @@ def encode(
     groups = affine_reference.split(x, layout)
     summary = affine_reference.summarize(groups, layout, x.dtype)
     lo, hi, _ = summary
-    sensitivity = log2_sensitivity(lo, hi).reshape(shards, layout.lead[0] // shards)
+    sensitivity = with_whole_parts(log2_sensitivity(lo, hi), shards)
+    sensitivity = sensitivity.reshape(shards, layout.lead[0] // shards)
     sample_bits = allocate(sensitivity, num_planes)
     widths = sample_bits.reshape(layout.lead[:1])
     per_group = lax.broadcast_in_dim(widths, lo.shape, (0,))
     codes, metadata = affine_reference.quantize(
         groups, summary, seed, layout, x.dtype, per_group
     )
-    planes = jnp.stack(words.cut_planes(words.pack(codes, MAX_BITS)), 1)
+    packed = with_whole_parts(words.pack(codes, MAX_BITS), shards)
+    planes = jnp.stack(words.cut_planes(packed), 1)
     planes = planes.reshape(*sample_bits.shape, *planes.shape[1:])
     # Not one axis for both: where the array is sharded, none of its axes is flattened.
     index = _stored_planes(sample_bits, num_planes)
