@@ -265,6 +265,8 @@ def _residuals(v: Var, decoded: jax.Array, plan: StoragePlan, env: Env) -> Env:
     if v not in plan.maps:
         return {v: _placed(decoded, v)}
     with in_mesh_of(decoded):
+        if decoded.shape == v.aval.shape:  # as the statistics that the map reads
+            decoded = _placed(decoded, v)
         known = plan.maps[v].restore(v, decoded, env)
         return {u: _placed(x, u) for u, x in known.items()}
 

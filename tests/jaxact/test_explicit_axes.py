@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import jaxact
 from jaxact import Adaptive, DualPrecision, PerSample, Quantize, Rotated
 
 MESH = jax.sharding.AbstractMesh(
@@ -38,3 +39,26 @@ def test_each_device_has_its_part(codec, shape, spec):
     assert parts(decoded) == 4
     if not isinstance(codec, PerSample):  # whose samples share bits: all have the words
         assert all(parts(a) == 4 for a in jax.tree.leaves(stored) if a.size > 1)
+
+
+def cross_entropy(logits):
+    rows = jnp.arange(len(logits))
+    chosen = jax.nn.one_hot(rows, logits.shape[1])
+    return -(jax.nn.log_softmax(logits) * chosen).sum()
+
+
+def norm(x):
+    centered = x - x.mean(-1, keepdims=True)
+    return jnp.sin(centered * jax.lax.rsqrt(centered.var(-1, keepdims=True))).sum()
+
+
+@pytest.mark.parametrize("loss", [cross_entropy, norm])
+@pytest.mark.parametrize("length", [256, 288, 1024])  # cut through groups, or between
+def test_statistics_stay_with_their_rows(loss, length):
+    """A row's packed parts are exchanged; its sums and largest element are not."""
+    with jax.sharding.use_abstract_mesh(MESH):
+        sharding = jax.NamedSharding(MESH, jax.P("data", "model"))
+        x = jax.ShapeDtypeStruct((16, length), jnp.float32, sharding=sharding)
+        small = jaxact.compress(loss, activations=0)
+        gradient = jax.eval_shape(jax.grad(small), x)
+    assert gradient.sharding.spec == sharding.spec
