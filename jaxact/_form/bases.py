@@ -67,9 +67,8 @@ def plan_bases(
     bases = _bases(reading)
     decisions = _decide_bases(bases)
     recomputed = [v for v, d in decisions.items() if isinstance(d.action, Recompute)]
-    stored = [v for v in decisions if v not in set(recomputed)]
+    stored = [v for v in decisions if v not in recomputed]
     normalized = _normalized(bases, decisions, stored)
-    normalized = {v: _with_steps(bases, norm) for v, norm in normalized.items()}
     decisions |= {v: decisions[v].with_remark(Remark.NORMALIZED) for v in normalized}
     # Encoding needs the statistics too: they are kept, not evaluated again.
     statistics = [v for n in normalized.values() for v in n.statistics]
@@ -343,7 +342,7 @@ def _normalized(
     """The map that each rounded variable is stored through, where there is one."""
     rounded = [v for v in stored if decisions[v].bias is not Bias.EXACT]
     norms = {v: _normalizing(bases, v) for v in rounded}
-    return {v: norm for v, norm in norms.items() if norm is not None}
+    return {v: _with_steps(bases, norm) for v, norm in norms.items() if norm}
 
 
 def _with_steps(bases: _Bases, norm: Normalized) -> Normalized:
@@ -381,10 +380,5 @@ def _sources(
     if not recomputed:
         return []
     _, replayed = chooser.derive(recomputed, stored)
-    reads = {
-        v
-        for eqn in chooser.jaxpr.eqns
-        if id(eqn) in replayed
-        for v in variables_in(eqn.invars)
-    }
-    return [v for v in stored if v in reads]
+    read = {v for step in _replay(chooser, replayed) for v in step.inputs}
+    return [v for v in stored if v in read]

@@ -7,7 +7,7 @@ the programs inside.
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from typing import TypeVar, cast
 
 from jaxact._jaxpr.flow import Facts
 from jaxact._jaxpr.read import producers_of, readers_of
@@ -27,7 +27,7 @@ class Program:
 
     jaxpr: Jaxpr
     facts: Facts = dataclasses.field(default_factory=dict)
-    found: dict[Hashable, Any] = dataclasses.field(default_factory=dict)
+    found: dict[Hashable, object] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def producers(self) -> Producers:
@@ -47,7 +47,6 @@ def found_once(find: Callable[[Program], T]) -> Callable[[Program], T]:
     def found(program: Program) -> T:
         if find not in program.found:
             program.found[find] = find(program)
-        result: T = program.found[find]
-        return result
+        return cast(T, program.found[find])
 
     return found
