@@ -306,6 +306,10 @@ class RowSums:
         eqn = self._maker(eqn.invars[0], scaled)
         if eqn is None or eqn.primitive.name != "sub":
             return False
+        # Whose maxima are not 0: a Performer's exp(z - |x|^2 / 2 - max(z)).
+        shifted = self._maker(eqn.invars[0], CASTS)
+        is_sum = shifted is not None and shifted.primitive.name in ("add", "sub")
+        terms = variables_in(shifted.invars) if shifted and is_sum else []
         todo, seen = variables_in(eqn.invars[1:]), set[Var]()
         while todo:
             v = todo.pop()
@@ -314,7 +318,7 @@ class RowSums:
                 continue
             seen.add(v)
             if maker.primitive.name in _MAXIMA and v.aval.size >= fewest:
-                return True
+                return maker.invars[0] not in terms
             todo += variables_in(maker.invars)
         return False
 

@@ -57,6 +57,9 @@ EXPONENTIALS = {
     ),
     "of a slice": without_maximum(lambda e: jnp.log(e[..., 3:].sum(-1))),
     "with a number": without_maximum(lambda e: jnp.log(1 + e.sum(-1))),
+    "less another maximum": lambda s: jnp.log(
+        jnp.exp(s - OFFSETS - s.max(-1, keepdims=True)).sum(-1)
+    ),
     "above a bound": lambda s: jnp.log(jnp.exp(jax.nn.relu(s)).sum(-1)),
     "of positives": without_maximum(
         lambda e: jnp.log((e * POSITIVE).sum(-1) / e.sum(-1))
