@@ -17,7 +17,8 @@ class Cast(Codec[jax.Array]):
 
     The rounding is not random, so the gradient carries a bias: at most half a unit in
     the last place that `dtype` has. Numbers beyond its largest one, and infinities,
-    become that where it has fewer exponents than float32.
+    become that where it has fewer exponents than the residual; those that are nearer to
+    zero than half its smallest one become zero.
 
     Attributes:
       dtype: any real float type, or its name.
