@@ -42,11 +42,12 @@ def ill_conditioned(
       links: the program's.
     """
     program, classes = chooser.program, chooser.classes
+    near_poles = bases_near_poles(chooser, links.carried)
     reasons: dict[Var, Reason] = {}
     for reason, bases in (  # a later one is told
         (Reason.RETURNED, bases_returned(chooser, links.results)),
-        (Reason.NEAR_POLE, bases_near_poles(chooser, links.carried)),
-        (Reason.NEAR_POLE, bases_of_sample_slopes(chooser)),
+        (Reason.NEAR_POLE, near_poles),
+        (Reason.NEAR_POLE, bases_of_sample_slopes(chooser, near_poles)),
         (Reason.SHORT_NORM, bases_in_short_norms(chooser)),
         (Reason.COMPLEMENT, bases_in_complements(chooser)),
         (Reason.SOLVED_WITH, bases_of_factors(chooser)),

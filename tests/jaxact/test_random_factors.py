@@ -44,6 +44,7 @@ def gamma(x):
 
 WITH_GAMMA = {
     "student t": lambda x: jax.random.t(KEYS[1], jax.nn.softplus(x) + 2),
+    "heavy tails": lambda x: jax.random.t(KEYS[1], jax.nn.softplus(x) + 0.5),
     "inverse": lambda x: 1 / gamma(x),
     "logarithm": lambda x: jnp.log(gamma(x)),
     "ratio": lambda x: (jax.nn.softplus(x) + 1) / gamma(x),
@@ -52,11 +53,8 @@ WITH_GAMMA = {
 
 @pytest.mark.parametrize("f", WITH_GAMMA.values(), ids=WITH_GAMMA)
 def test_a_pole_in_a_gamma_sample(f):
-    """Rounded, samples near 0 made errors of 0.13 to 13 gradients.
-
-    The sample is exact. Its slope, which falls to 0 with it, is rounded in groups.
-    """
-    assert gradient_error(f, SCORES / 4, policy=Policy(bits=8)) < 0.08
+    """Rounded, samples near 0 made errors of 0.13 to 13 gradients, slopes of 0.4."""
+    assert gradient_error(f, SCORES / 4, policy=Policy(bits=8)) < 0.02
 
 
 def test_the_slopes_of_small_gamma_samples():
