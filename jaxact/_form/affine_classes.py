@@ -71,6 +71,8 @@ class Classes:
       inverses: whose divisor, or another argument with a pole, is spared.
       random: values that no floating input is behind.
       widths: the bits for an element, of integers that a bit field holds.
+      multiplied: bases that are stored in place of products with spared ones, and sums
+        that are made from these.
     """
 
     statistics: Collection[Var] = ()
@@ -88,6 +90,7 @@ class Classes:
     inverses: set[Var] = dataclasses.field(default_factory=set)
     random: set[Var] = dataclasses.field(default_factory=set)
     widths: Mapping[Var, int] = dataclasses.field(default_factory=dict)
+    multiplied: set[Var] = dataclasses.field(default_factory=set)
 
     def is_exact(self, v: Atom) -> bool:
         return is_literal(v) or v not in self.base
@@ -133,6 +136,7 @@ def classify(
         find_statistics(program),
         softmaxes={s.output: s.exponential for s in softmaxes(program)},
         widths=integer_widths(program, small_size),
+        multiplied=set(multiplied),
     )
     comparisons = _comparisons(program)
     for v in (*jaxpr.constvars, *jaxpr.invars):
@@ -155,7 +159,7 @@ def classify(
         for v in eqn.outvars:
             base = None
             if not _is_parameter(eqn, v, facts):
-                base = _base(eqn, v, classes, comparisons, small_size, multiplied)
+                base = _base(eqn, v, classes, comparisons, small_size)
             if base not in (None, v) and is_normalized(v) and not is_normalized(base):
                 # 0.5 x before a norm, which tells the scales of its channels alone.
                 classes.parts[v], base = base, v
@@ -195,7 +199,6 @@ def _base(
     classes: Classes,
     comparisons: _Comparisons,
     small_size: int,
-    multiplied: Collection[Var],
 ) -> Var | None:
     """An output's base; None where it is exact."""
     name, size = eqn.primitive.name, v.aval.size
@@ -212,6 +215,8 @@ def _base(
         return None
     # A GLU's product, a residual join's sum; a softmax, whose derivative needs no more.
     if len(bases) > 1 or v in classes.softmaxes:
+        if name in SUMS and bases <= classes.multiplied:
+            classes.multiplied.add(v)
         return v
     base = next(iter(bases))
     # A ReLU is affine by the mask that its derivative keeps anyway.
@@ -240,7 +245,7 @@ def _base(
     bits = _bits_needed(eqn, size, classes)
     if bits > _MOST_BITS and _has_random_factor(eqn, classes):
         return v
-    is_scaled = base not in multiplied and _is_scaled_by_spared(eqn, classes)
+    is_scaled = base not in classes.multiplied and _is_scaled_by_spared(eqn, classes)
     if masked or smaller or bits >= 1 or is_scaled:
         classes.parts[v] = base
         return v

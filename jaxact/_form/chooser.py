@@ -62,8 +62,8 @@ class Chooser:
         Args:
           wholes: to be stored in place of their parts.
         """
-        roots = self._whole_or_parts(dict.fromkeys(self.bases(residuals)), wholes)
-        roots = self._split_concatenations(roots)
+        roots = self._split_multiples(dict.fromkeys(self.bases(residuals)))
+        roots = self._split_concatenations(self._whole_or_parts(roots, wholes))
         joined = self._sums_of_two(roots)
         return [v for v in roots if v not in joined]
 
@@ -135,6 +135,19 @@ class Chooser:
                 return v
             whole = self.classes.parts[whole]
         return whole
+
+    def _split_multiples(self, roots: Roots) -> Roots:
+        """Store what sums near a pole have exact multiples of: a G + b h, in a gate."""
+        split: Roots = {}
+        for v in roots:
+            whole = self.classes.whole_base(v)  # of one that dropout masks
+            bases = self._operands(whole, roots, "add", "sub", "add_any")
+            is_split = (
+                whole in self.classes.multiplied and whole.aval.size == v.aval.size
+            )
+            is_split = is_split and len(bases) > 1 and whole not in self._distances
+            split |= dict.fromkeys(bases if is_split else [v])
+        return split
 
     def _split_concatenations(self, roots: Roots) -> Roots:
         """Store a concatenation's operands, unless they are larger (DenseNet)."""

@@ -37,6 +37,8 @@ from jaxact._plan.reading import Reading
 
 # Slopes that a source replaces.
 _SEVERAL = 2
+# Values that a slope is a sum of multiples of.
+_TERMS = 2
 # Results that are multiples of a value if the inexact operands are.
 _SCALED_TOGETHER = SUMS | {"mul"}
 _LARGE_TOGETHER = MOVES | frozenset("mul div neg square integer_pow exp exp2".split())
@@ -60,7 +62,7 @@ def sources_near_poles(
     products = BackwardProducts(reading)
     found: set[Var] = set()
     slopes = _with_exponentials(chooser, products, stored)
-    apart: dict[Var, tuple[set[Var], Var]] = {}
+    apart: dict[Var, tuple[set[Var], frozenset[Var]]] = {}
     if classes.spared:
         kept, _ = chooser.derive(reading.leaves, stored)
         magnified = set(chooser.bases(products.with_others()))
@@ -76,9 +78,9 @@ def sources_near_poles(
     multiplied: set[Var] = set()
     for v in slopes:  # from a network's output, or its parts: a mixture's deviations
         if v in apart:
-            own, factor = apart[v]
+            own, factors = apart[v]
             found |= own
-            multiplied.add(classes.base[factor])
+            multiplied.update(classes.base[factor] for factor in factors)
             continue
         found |= sources_of(v, chooser) or sources_of(v, chooser, UNSELECTED)
     return found | _sources_of_divisors(chooser, products, stored), multiplied
@@ -184,12 +186,14 @@ def _sources_apart(
     slopes: Collection[Var],
     arguments: Mapping[Var, set[Var]],
     poles: Collection[Var],
-) -> dict[Var, tuple[set[Var], Var]]:
+) -> dict[Var, tuple[set[Var], frozenset[Var]]]:
     """Sources with which slopes are multiples of a value without a pole; and the value.
 
     It is stored for several slopes at once, or for one that meets another factor from a
     parameter alone: in a real-gated linear recurrent unit, see `scaled_poles.py`. Any
-    other may meet a factor from the value's own sources.
+    other may meet a factor from the value's own sources. There two values may be
+    multiplied and added: exp(-a) g + sqrt(1 - exp(-2 a)) h, a step between two values
+    that keeps their variance.
 
     Args:
       slopes: that one in `poles` makes large.
@@ -205,11 +209,13 @@ def _sources_apart(
     }
     apart = {v: _factors_apart(chooser, v, arguments, poles) for v in slopes}
     shared = collections.Counter(others for _, others in apart.values())
-    return {
-        v: (own, next(iter(others)))
-        for v, (own, others) in apart.items()
-        if own and len(others) == 1 and (shared[others] >= _SEVERAL or own <= scaled)
-    }
+
+    def is_apart(own: set[Var], others: frozenset[Var]) -> bool:
+        if not own or not 0 < len(others) <= _TERMS:
+            return False
+        return own <= scaled or (len(others) == 1 and shared[others] >= _SEVERAL)
+
+    return {v: found for v, found in apart.items() if is_apart(*found)}
 
 
 def _factors_apart(
@@ -240,7 +246,10 @@ def _factors_apart(
         is_masked = v in classes.parts and classes.spared.isdisjoint(inputs)
         is_multiple = any(map(is_own, eqn.invars)) and not is_masked
         if is_multiple or _is_near(v, poles, chooser):
-            todo += [u for u in inputs if not is_own(u)]
+            new = [u for u in inputs if not is_own(u)]
+            if len(new) > 1 and eqn.primitive.name == "mul":
+                return own, frozenset()  # a product, which no multiples make
+            todo += new
         else:
             others.add(v)
     return own, frozenset(others)

@@ -48,6 +48,18 @@ def scanned(p, x):
     return jax.lax.scan(step, jnp.zeros(WIDTH), (decay, inputs))[1]
 
 
+def mixed(p, x):
+    """A step from a value to another that keeps their variance."""
+    return jnp.exp(log_decay(p, x)) * x + gated(p, x) * factor(p, x)
+
+
+def mixed_and_dropped_out(p, x):
+    mask = jax.random.bernoulli(jax.random.key(7), 0.9, (ROWS, WIDTH))
+    decay = jnp.exp(log_decay(p, x))
+    step = decay * x + jnp.sqrt(1 - decay**2) * gated(p, x)
+    return jnp.where(mask, step / 0.9, 0)
+
+
 def dropped_out(p, x):
     mask = jax.random.bernoulli(jax.random.key(7), 0.9, (ROWS, WIDTH))
     return gated(p, x) * factor(p, x) * mask.astype(jnp.float32)
@@ -63,6 +75,8 @@ LAYERS = {
     ),
     "dropped out": (dropped_out, 2.2),
     "scanned": (scanned, 2.5),
+    "mixed": (mixed, 2.2),
+    "mixed, dropped out": (mixed_and_dropped_out, 2.2),
 }
 
 
