@@ -12,12 +12,14 @@ import functools
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from jaxact._form.affine_classes import Classes
-from jaxact._jaxpr.read import is_literal, is_square
+from jaxact._jaxpr.read import is_literal
 from jaxact._jaxpr.types import Atom, Eqn, Jaxpr, Producers, Var
 from jaxact._plan.program import Program
 
 # A set in the order in which it grew.
 Roots = dict[Var, None]
+# Products that may be of a value with itself.
+_SQUARES = frozenset("mul square integer_pow dot_general".split())
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -137,15 +139,16 @@ class Chooser:
         return whole
 
     def _split_multiples(self, roots: Roots) -> Roots:
-        """Store what sums near a pole have exact multiples of: a G + b h, in a gate."""
+        """Store both terms where sums near a pole have exact multiples: a G + b h.
+
+        They are the output and the slopes in a gate that mixes two values.
+        """
         split: Roots = {}
         for v in roots:
-            whole = self.classes.whole_base(v)  # of one that dropout masks
+            whole = self.classes.whole_base(v)  # or a dropout's operand
             bases = self._operands(whole, roots, "add", "sub", "add_any")
-            is_split = (
-                whole in self.classes.multiplied and whole.aval.size == v.aval.size
-            )
-            is_split = is_split and len(bases) > 1 and whole not in self._distances
+            is_apart = whole in self.classes.multiplied and whole not in self._distances
+            is_split = is_apart and len(bases) > 1 and whole.aval.size == v.aval.size
             split |= dict.fromkeys(bases if is_split else [v])
         return split
 
@@ -184,8 +187,22 @@ class Chooser:
             if eqn.primitive.name == "sub"
             for v in eqn.outvars
         }
-        squares = (eqn.invars[0] for eqn in self.jaxpr.eqns if is_square(eqn))
-        return differences.intersection(self.bases(squares))
+        squares = (eqn for eqn in self.jaxpr.eqns if eqn.primitive.name in _SQUARES)
+        return differences & {v for eqn in squares for v in self._squared(eqn)}
+
+    def _squared(self, eqn: Eqn) -> set[Var]:
+        """Bases that are multiplied with themselves, or a matrix product with them.
+
+        The latter in Mahalanobis distances.
+        """
+        products = lambda e: e.invars if e.primitive.name == "dot_general" else ()
+        x, y = eqn.invars[0], eqn.invars[-1]
+        return {
+            base
+            for one, other in ((x, y), (y, x))
+            for base in self.bases([one])
+            if base in self.bases_behind(other, products)
+        }
 
     def _operands(self, v: Var, roots: Roots, *primitives: str) -> list[Var]:
         """The operands' bases, if one among `primitives` makes v."""

@@ -37,7 +37,7 @@ from jaxact._plan.reading import Reading
 
 # Slopes that a source replaces.
 _SEVERAL = 2
-# Values that a slope is a sum of multiples of.
+# Values whose multiples a slope adds.
 _TERMS = 2
 # Results that are multiples of a value if the inexact operands are.
 _SCALED_TOGETHER = SUMS | {"mul"}
@@ -187,12 +187,12 @@ def _sources_apart(
     arguments: Mapping[Var, set[Var]],
     poles: Collection[Var],
 ) -> dict[Var, tuple[set[Var], frozenset[Var]]]:
-    """Sources with which slopes are multiples of a value without a pole; and the value.
+    """Sources with which slopes are multiples of values without a pole; and these.
 
-    It is stored for several slopes at once, or for one that meets another factor from a
+    One is stored for several slopes, or for one that meets another factor from a
     parameter alone: in a real-gated linear recurrent unit, see `scaled_poles.py`. Any
-    other may meet a factor from the value's own sources. There two values may be
-    multiplied and added: exp(-a) g + sqrt(1 - exp(-2 a)) h, a step between two values
+    other may meet a factor from the value's own sources. The unit may also add two
+    values' multiples: exp(-a) g + sqrt(1 - exp(-2 a)) h, a step from one to the other
     that keeps their variance.
 
     Args:

@@ -26,6 +26,10 @@ def length(v):
     return jnp.linalg.norm(v, axis=-1)
 
 
+def mahalanobis(v):
+    return jnp.einsum("bd,de,be->b", v, W.T @ W, v)
+
+
 LOSSES = {
     "consistency": lambda a, b, c: ((unit(a) - unit(b)) ** 2).sum(-1),
     "triplet": lambda a, b, c: jax.nn.relu(
@@ -34,6 +38,8 @@ LOSSES = {
     "probabilities": lambda a, b, c: (
         (jax.nn.softmax(a) - jax.nn.softmax(b) + 1e-6) ** 2
     ).sum(-1),
+    "dot product": lambda a, b, c: jax.vmap(jnp.vdot)(*[unit(a) - unit(b)] * 2),
+    "Mahalanobis": lambda a, b, c: mahalanobis(unit(a) - unit(b)),
     "angle": lambda a, b, c: jnp.sqrt(1 - (unit(a) * unit(b)).sum(-1)),
 }
 
