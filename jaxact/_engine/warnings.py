@@ -151,7 +151,12 @@ def warn_about_rules(policy: Policy) -> None:
         if index in watch.used or rule.path == "*":
             continue
         if not any(_is_in_call(rule.key, prefix) for prefix in again):
-            decided = [r.key for r in watch.residuals if rule.matches(r)]
+            earlier = policy.rules[:index]
+            decided = [
+                r.key
+                for r in watch.residuals
+                if rule.matches(r) and any(one.matches(r) for one in earlier)
+            ]
             found = (
                 f"decides about no residual of {calls}: an earlier rule matches "
                 f"{decided[0]}{_others(len(decided) - 1)}, and the first that matches "
