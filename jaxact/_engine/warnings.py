@@ -151,21 +151,7 @@ def warn_about_rules(policy: Policy) -> None:
         if index in watch.used or rule.path == "*":
             continue
         if not any(_is_in_call(rule.key, prefix) for prefix in again):
-            earlier = policy.rules[:index]
-            decided = [
-                r.key
-                for r in watch.residuals
-                if rule.matches(r) and any(one.matches(r) for one in earlier)
-            ]
-            found = (
-                f"decides about no residual of {calls}: an earlier rule matches "
-                f"{decided[0]}{_others(len(decided) - 1)}, and the first that matches "
-                "decides. Put it before that rule."
-                if decided
-                else f"matched no residual of {calls}."
-                f"{_suggestion(rule, watch.residuals)} See jaxact.residuals for the "
-                "residuals that there are."
-            )
+            found = _why_unused(rule, policy.rules[:index], watch.residuals, calls)
             _warn(watch.line, f"jaxact: {rule} {found}")
     for checkpoint in checkpoints_of(policy.recompute):
         if not any(checkpoint.matches(prefix) for prefix in watch.prefixes):
@@ -205,6 +191,27 @@ def _suggestion(rule: Rule, residuals: Iterable[Residual]) -> str:
             short = sorted(there, key=lambda name: (len(name), name))[:_OFFERED]
             return f" Here are {', '.join(f'{condition}={n!r}' for n in short)}."
     return ""
+
+
+def _why_unused(
+    rule: Rule, earlier: Sequence[Rule], residuals: Sequence[Residual], calls: str
+) -> str:
+    """How a rule without effect reads on: it comes too late, or matches nothing."""
+    keys = [
+        r.key
+        for r in residuals
+        if rule.matches(r) and any(one.matches(r) for one in earlier)
+    ]
+    if keys:
+        return (
+            f"decides about no residual of {calls}: an earlier rule matches {keys[0]}"
+            f"{_others(len(keys) - 1)}, and the first that matches decides. Put it "
+            "before that rule."
+        )
+    return (
+        f"matched no residual of {calls}.{_suggestion(rule, residuals)} See "
+        "jaxact.residuals for the residuals that there are."
+    )
 
 
 def _nearest_call(checkpoint: Checkpoint, prefixes: Iterable[str]) -> str:
