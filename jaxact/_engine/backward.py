@@ -239,7 +239,7 @@ def _decoded_again(
     found: Env = {}
     for step in plan.replay:
         v = step.eqn.invars[0] if step.eqn.primitive is decoded_again_p else None
-        if v in packed and v not in plan.normalized | plan.apart:
+        if v in packed and v not in plan.normalized and v not in plan.apart:
             arrays = barrier(packed[v].arrays)
             residual = dataclasses.replace(packed[v], arrays=arrays)
             decoded = _decoded(storage, residual)

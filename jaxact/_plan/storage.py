@@ -274,10 +274,9 @@ class StoragePlan:
         return frozenset(v for v in self.packed if self._is_fused(v))
 
     def _is_fused(self, v: Var) -> bool:
-        norm = self.normalized.get(v)
+        norm, rank = self.normalized.get(v), len(v.aval.shape)
         # No kernel applies another map to what it reads.
-        is_by_channel = norm and norm.is_by_channel(len(v.aval.shape))
-        if norm is not None and (v in self.apart or not is_by_channel):
+        if norm is not None and (v in self.apart or not norm.is_by_channel(rank)):
             return True
         is_computed = self.decisions[v].residual.primitive in FUSED
         return is_computed and v not in self._in_memory
