@@ -15,7 +15,7 @@ the traced program, none of which looks at a function's name, keep that and stor
    Values that a custom backward rule computes from residuals alone are computed in the
    forward pass, where that stores no more (`rule_factors.py`).
 
-2. *Classify* (`affine_classes.py`), after it. Values are exact (parameters, row and
+2. *Classify* (`classify.py`), after it. Values are exact (parameters, row and
    channel statistics (`statistics.py`), masks, integers) or affine, with exact
    coefficients, in a base. For LayerNorm and BatchNorm, xhat = (x - mean) * rstd is
    affine in x, and so is the next matmul's or, the ReLU's mask being exact, the next

@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from jaxact._codec import Bias, Exact, Recompute
 from jaxact._decision import Decision, Reason, Remark
 from jaxact._flat import Flat
-from jaxact._form.affine_classes import classify
 from jaxact._form.chooser import Chooser
+from jaxact._form.classify import classify
 from jaxact._form.conditioning import ill_conditioned, kept_inside
 from jaxact._form.cuts import is_cut_at_groups
 from jaxact._form.derivative import DERIVATIVE_OF

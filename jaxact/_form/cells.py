@@ -16,7 +16,7 @@ from dataclasses import replace
 from jax.extend import core as jex
 from jax.interpreters import ad
 
-from jaxact._form.affine_classes import Classes
+from jaxact._form.classes import Classes
 from jaxact._form.derivative import (
     Cluster,
     differentiate,

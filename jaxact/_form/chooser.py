@@ -11,7 +11,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from jaxact._form.affine_classes import Classes
+from jaxact._form.classes import Classes
 from jaxact._jaxpr.read import is_literal
 from jaxact._jaxpr.types import Atom, Eqn, Jaxpr, Producers, Var
 from jaxact._plan.program import Program

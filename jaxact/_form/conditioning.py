@@ -4,9 +4,10 @@ from collections.abc import Collection, Sequence, Set
 
 from jaxact._codec import Exact
 from jaxact._decision import Reason
-from jaxact._form.affine_classes import Classes, classify
 from jaxact._form.carried_divisors import bases_in_carried_divisors
 from jaxact._form.chooser import Chooser
+from jaxact._form.classes import Classes
+from jaxact._form.classify import classify
 from jaxact._form.complements import bases_in_complements
 from jaxact._form.factors import bases_of_factors
 from jaxact._form.inside import Inside, insides, scan_bodies

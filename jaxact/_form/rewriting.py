@@ -5,9 +5,9 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 from jaxact._flat import Flat, Kind
-from jaxact._form.affine_classes import classify
 from jaxact._form.cells import changed_in, with_cells
 from jaxact._form.chooser import Chooser
+from jaxact._form.classify import classify
 from jaxact._form.pooling import with_pools
 from jaxact._form.scaled_poles import sources_of_scaled_poles
 from jaxact._form.softmax import with_softmaxes
