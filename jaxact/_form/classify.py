@@ -132,8 +132,9 @@ class _Finder:
         cost, needed = self._bytes(v), frozenset([v])
         sources = set(variables_in(eqn.invars))
         # Not kept: a cast weight, a broadcast mean, an embedded row.
+        is_count = _is_count(eqn, classes)
         is_cheap = all(map(classes.is_exact, sources)) and not eqn.effects
-        is_cheap = is_cheap and eqn.primitive.name in CHEAP
+        is_cheap = is_cheap and (is_count or eqn.primitive.name in CHEAP)
         is_evaluated_again = False
         if is_cheap:
             needed_again = frozenset().union(*(classes.needed[x] for x in sources))
@@ -146,7 +147,9 @@ class _Finder:
             # is normalized again, has slopes of any size there.
             if is_cheap and not classes.spared.isdisjoint(sources):
                 classes.spared.add(v)
-            elif self._is_worth_a_codec(v, cost):
+            elif self._is_worth_a_codec(v, cost) and not (
+                is_count and is_evaluated_again
+            ):
                 return False
         if is_evaluated_again:
             classes.cheap.add(v)
@@ -177,3 +180,14 @@ def _is_parameter(eqn: Eqn, v: Var, facts: Facts) -> bool:
     if eqn.primitive.name in ("shard_map", "cond"):
         return not is_activation(facts, v)
     return call_body(eqn) is not None and not fact_of(facts, v)
+
+
+def _is_count(eqn: Eqn, classes: Classes) -> bool:
+    """Whether an output counts a mask's elements, which tell it.
+
+    By the count each maximum's derivative divides, where several elements are largest:
+    a pool by reshaping (DreamerV3's encoder), maxout, an EdgeConv's neighbours.
+    """
+    if eqn.primitive.name != "reduce_sum" or is_literal(eqn.invars[0]):
+        return False
+    return eqn.invars[0] in classes.masks.integers

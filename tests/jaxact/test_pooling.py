@@ -115,6 +115,20 @@ def test_gradients_of_minima(values):
     assert {r.bias for r in jaxact.residuals(compress(f), x).rows} == {"exact"}
 
 
+@pytest.mark.parametrize("count", [4, 20])
+def test_a_maximum_along_axes_is_told_by_one_bit_for_each_element(count):
+    """Pools by reshaping (DreamerV3), maxout, an EdgeConv's neighbours.
+
+    The number of equal ones was stored exactly: four bytes for each maximum.
+    """
+    f = lambda x: x.max(1)
+    x = jnp.round(jax.random.normal(jax.random.key(0), (32, count, 64)))
+    ct = jax.random.normal(jax.random.key(1), (32, 64))
+    assert_same_bits(gradient(compress(f))(x, ct), gradient(f)(x, ct))
+    rows = jaxact.residuals(compress(f), x).rows
+    assert [(r.shape, str(r.dtype)) for r in rows] == [(x.shape, "bool")]
+
+
 @pytest.mark.parametrize("name", FEW)
 def test_nan_stays_in_its_windows(name):
     small, plain = gradients(name)
