@@ -60,9 +60,10 @@ def magnified_in(jaxpr: Jaxpr) -> set[Var]:
                 repeated.update(inputs)
             if name in _SMALL_TOGETHER and not near.isdisjoint(eqn.outvars):
                 near.update(inputs)
-        # A scatter's program says how two elements are combined.
+        # A scatter's program says how two elements are combined. A call whose results
+        # nothing reads is a check, such as DreamerV3's for types.
         is_call = name not in SCATTERS and programs_in(eqn) and not keeps_elements(eqn)
-        if name == "gather" or is_call:
+        if name == "gather" or (is_call and not read.isdisjoint(eqn.outvars)):
             repeated.update(inputs)
         if keeps_elements(eqn) or (name in MATMULS and not contracts(eqn)):
             repeated.update(v for v in inputs if v.aval.size < size)

@@ -129,6 +129,28 @@ def test_a_maximum_along_axes_is_told_by_one_bit_for_each_element(count):
     assert [(r.shape, str(r.dtype)) for r in rows] == [(x.shape, "bool")]
 
 
+@jax.custom_vjp
+def checked(x):
+    return x
+
+
+checked.defvjp(lambda x: (x, ()), lambda _, ct: (ct,))
+
+
+def test_a_pooled_array_that_a_check_reads_is_packed():
+    """DreamerV3 checks types by a custom rule whose result nothing reads."""
+
+    def f(x):
+        pooled = x.reshape(8, 16, 2, 64).max(2)
+        checked(pooled)
+        return pooled * lax.rsqrt((pooled**2).mean(-1, keepdims=True) + 1e-6)
+
+    x = jax.random.normal(jax.random.key(0), (8, 32, 64))
+    rows = jaxact.residuals(compress(f), x).rows
+    (stored,) = [r for r in rows if r.shape == (8, 16, 64)]
+    assert stored.stored_bytes < stored.exact_bytes / 8
+
+
 @pytest.mark.parametrize("name", FEW)
 def test_nan_stays_in_its_windows(name):
     small, plain = gradients(name)
