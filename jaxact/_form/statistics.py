@@ -8,7 +8,7 @@ a pooled feature is an activation like another.
 
 from collections.abc import Collection, Mapping, Sequence, Set
 
-from jaxact._form.inside import insides
+from jaxact._form.inside import insides, scan_bodies
 from jaxact._form.magnified import is_inverse, magnified_in
 from jaxact._jaxpr.flow import Facts
 from jaxact._jaxpr.primitives import (
@@ -44,7 +44,8 @@ def find_statistics(program: Program) -> Set[Var]:
     divisors = _divisors(jaxpr, spread, _reduced(jaxpr, facts))
     # A sum's inverse that the elements of a segment gather is no feature.
     gathered = _gathered_inverses(jaxpr, spread)
-    contracted = contracted_in(jaxpr) - gathered - (divisors & spread.keys())
+    contracted = contracted_in(jaxpr, _contracted_inside(program))
+    contracted -= gathered | (divisors & spread.keys())
     statistics = _inside(program) - contracted
     magnified = magnified_in(jaxpr)
     numbers = {v for v in jaxpr.invars if not v.aval.shape}
@@ -215,12 +216,28 @@ def _gathered_inverses(jaxpr: Jaxpr, spread: Mapping[Var, set[Var]]) -> set[Var]
     return gathered
 
 
-def contracted_in(jaxpr: Jaxpr) -> set[Var]:
+def _contracted_inside(program: Program) -> set[Var]:
+    """Operands of loops that products in their bodies contract with.
+
+    DreamerV3's encoder ends in a pool, and its features go into a recurrence.
+    """
+    return {
+        operand
+        for body in scan_bodies(program)
+        for v, operand in body.inputs
+        if v in contracted_in(body.program.jaxpr)
+    }
+
+
+def contracted_in(jaxpr: Jaxpr, inside: Collection[Var] = ()) -> set[Var]:
     """Variables that a product contracts with, also past elementwise functions.
 
     Or in one array with others, as a graph network's nodes with their neighbours' mean.
+
+    Args:
+      inside: those that the programs in equations contract with.
     """
-    contracted: set[Var] = set()
+    contracted = set(inside)
     for eqn in reversed(jaxpr.eqns):
         inputs = variables_in(eqn.invars)
         if eqn.primitive.name in MATMULS:

@@ -151,6 +151,26 @@ def test_a_pooled_array_that_a_check_reads_is_packed():
     assert stored.stored_bytes < stored.exact_bytes / 8
 
 
+def test_pooled_features_that_a_recurrence_reads_are_packed():
+    """Of an encoder before a recurrence they and their norm's product were exact."""
+
+    def f(w, x):
+        pooled = x.reshape(16, 8, 2, 32).max(2)
+        z = pooled * lax.rsqrt((pooled**2).mean(-1, keepdims=True) + 1e-6)
+
+        def cell(h, z):
+            h = jnp.tanh(jnp.concatenate([h, z], -1) @ w)
+            return h, h
+
+        return lax.scan(cell, jnp.zeros((8, 32)), z * jax.nn.sigmoid(z))[1]
+
+    w, x = jnp.ones((64, 32)) / 64, jax.random.normal(jax.random.key(0), (16, 16, 32))
+    small = jaxact.compress(f, policy=Policy(bits=2), activations="x")
+    floats = [r for r in jaxact.residuals(small, w, x).rows if r.shape == (16, 8, 32)]
+    assert len(floats) > 3
+    assert all(r.stored_bytes < r.exact_bytes / 4 for r in floats)
+
+
 @pytest.mark.parametrize("name", FEW)
 def test_nan_stays_in_its_windows(name):
     small, plain = gradients(name)
