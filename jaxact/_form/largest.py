@@ -8,6 +8,7 @@ import numpy as np
 from jax import lax
 
 from jaxact._jaxpr.compat import open_jaxpr
+from jaxact._jaxpr.labels import LARGEST, Label
 from jaxact._jaxpr.primitives import CASTS, COLLECTIVES, EXPONENTIALS, MOVES
 from jaxact._jaxpr.read import readers_of, variables_in
 from jaxact._jaxpr.rewrite import rename, with_outputs
@@ -96,17 +97,21 @@ def _apart(exponential: Eqn, axis: int) -> tuple[list[Eqn], Apart]:
     dtype = _type_of_index(v.aval.shape[axis])
 
     def find(x: jax.Array) -> list[jax.Array]:
-        index = lax.argmax(x, axis, np.int32)
+        with jax.named_scope(Label(LARGEST, 0).component):
+            index = lax.argmax(x, axis, np.int32)
         found = [lax.convert_element_type(index, dtype), lax.reduce_max(x, [axis])]
         return [lax.expand_dims(row, [axis]) for row in found]
 
     with exponential.ctx.manager:
         jaxpr, _ = open_jaxpr(jax.make_jaxpr(find)(v.aval))
     names: Renaming = dict(zip(jaxpr.invars, [v], strict=True))
+    source = exponential.source_info
     eqns = [
         eqn.replace(
             invars=[rename(x, names) for x in eqn.invars],
-            source_info=exponential.source_info,
+            source_info=source.replace(
+                name_stack=source.name_stack + eqn.source_info.name_stack
+            ),
             ctx=exponential.ctx,
         )
         for eqn in jaxpr.eqns

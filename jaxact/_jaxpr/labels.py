@@ -37,6 +37,8 @@ CALLS = frozenset(
 BODIES = frozenset("scan shard_map cond branch sharded".split())
 # The scope for local derivatives, inside that for their function.
 DERIVATIVE = "derivative"
+# The kind that labels how elements which are stored apart are found.
+LARGEST = "largest"
 
 
 class Label(NamedTuple):

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from jaxact._decision import Reason
 from jaxact._jaxpr.compat import custom_vjp_body, open_jaxpr, scan_counts
+from jaxact._jaxpr.labels import LARGEST, labels_in, module_path
 from jaxact._jaxpr.primitives import (
     BARRIERS,
     ELEMENTWISE,
@@ -260,6 +261,8 @@ def _elementary(eqn: Eqn, operands: Sequence[Value], uses: Uses) -> Value:
     if name in SOLVERS or name in FACTORIZATIONS:
         uses.solved |= known.bits
     if name in _ORDERS:
+        if _finds_apart(eqn):
+            return _NONE
         uses.ordered |= residuals.bits
     if name in _EQUALITIES:
         first, second = operands
@@ -270,6 +273,15 @@ def _elementary(eqn: Eqn, operands: Sequence[Value], uses: Uses) -> Value:
         return (others | known.after_kink())._replace(extreme=known.bits)
     is_kink = name in PIECEWISE or name in RUNNING_EXTREMES
     return others | (known.after_kink() if is_kink else known.after_nonlinear())
+
+
+def _finds_apart(eqn: Eqn) -> bool:
+    """Whether a call inside added it, to store the elements apart that it finds.
+
+    Any are right there: a checkpoint around a cross-entropy may find others again.
+    """
+    path = module_path(eqn.source_info.name_stack)
+    return any(label.kind == LARGEST for label in labels_in(path))
 
 
 def _body(eqn: Eqn) -> ClosedJaxpr | None:

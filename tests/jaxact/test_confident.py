@@ -127,3 +127,16 @@ def test_logits_in_bfloat16_give_the_same_loss():
     expected, _ = jax.jit(jax.value_and_grad(f, (0, 1)))(h, w)
     actual, _ = jax.jit(jax.value_and_grad(small, (0, 1)))(h, w)
     assert actual == expected
+
+
+def test_checkpoint_around_packs_the_input():
+    h, w, labels = rows_with_margin(64, 1)
+
+    def f(h, w):
+        return LOSSES["selected"](jnp.sin(h @ w) @ w, labels)
+
+    policy = Policy(bits=8, recompute=jaxact.Checkpoint())
+    table = jaxact.residuals(jaxact.compress(f, policy=policy, activations="h"), h, w)
+    (row,) = table.rows
+    assert row.key == "h"
+    assert 8 * row.stored_bytes <= 9 * h.size
