@@ -182,7 +182,7 @@ def pole_in(eqn: Eqn) -> tuple[Var | None, float]:
         operand, pole = inputs[0], POLES[name]
     elif name == "div" or (name == "integer_pow" and eqn.params["y"] < 0):
         operand = inputs[-1]
-    elif is_log_gamma(eqn):
+    elif is_log_gamma(eqn) or name == "polygamma":
         operand = inputs[1]
     elif name == "pow" and not _is_power(inputs[1]):
         operand = inputs[0]

@@ -1,0 +1,25 @@
+"""Special functions whose slopes have poles, of a network's outputs."""
+
+import jax
+import pytest
+from jax.scipy import special
+
+from jaxact import Policy
+from support.programs import gradient_error
+
+pytestmark = pytest.mark.unoptimized
+
+X = jax.random.normal(jax.random.key(0), (64, 32))
+W = jax.random.normal(jax.random.key(1), (32, 32)) / 2
+FUNCTIONS = {
+    # Its slope grows as 1 / z^3 where softplus's vanishes: the error was 15 gradients.
+    "trigamma": lambda z: special.polygamma(1, jax.nn.softplus(z) + 1e-3),
+}
+
+
+@pytest.mark.parametrize("f", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_a_special_function_of_any_argument_has_its_gradient(f):
+    error = gradient_error(
+        lambda w, x: f(x @ w), W, X, policy=Policy(bits=8), argnums=(0, 1)
+    )
+    assert error < 0.05
