@@ -10,8 +10,8 @@ from jaxact._form.small_integers import integer_widths
 from jaxact._form.softmax import softmaxes
 from jaxact._form.statistics import find_statistics
 from jaxact._jaxpr.flow import Facts, fact_of
-from jaxact._jaxpr.primitives import CHEAP, EXPONENTIALS
-from jaxact._jaxpr.read import call_body, is_float, is_literal, variables_in
+from jaxact._jaxpr.primitives import EXPONENTIALS
+from jaxact._jaxpr.read import call_body, is_cheap, is_float, is_literal, variables_in
 from jaxact._jaxpr.types import Eqn, Predicate, Var
 from jaxact._plan.facts import is_activation
 from jaxact._plan.program import Program
@@ -133,10 +133,10 @@ class _Finder:
         sources = set(variables_in(eqn.invars))
         # Not kept: a cast weight, a broadcast mean, an embedded row.
         is_count = _is_count(eqn, classes)
-        is_cheap = all(map(classes.is_exact, sources)) and not eqn.effects
-        is_cheap = is_cheap and (is_count or eqn.primitive.name in CHEAP)
+        is_told = all(map(classes.is_exact, sources)) and not eqn.effects
+        is_told = is_told and (is_count or is_cheap(eqn))
         is_evaluated_again = False
-        if is_cheap:
+        if is_told:
             needed_again = frozenset().union(*(classes.needed[x] for x in sources))
             cost_again = sum(classes.cost[x] for x in needed_again)
             is_evaluated_again = cost_again <= cost
@@ -145,7 +145,7 @@ class _Finder:
         if is_float(v) and v.aval.size > self.small_size:
             # Near a pole: log(p) times random numbers, or a product of softmaxes that
             # is normalized again, has slopes of any size there.
-            if is_cheap and not classes.spared.isdisjoint(sources):
+            if is_told and not classes.spared.isdisjoint(sources):
                 classes.spared.add(v)
             elif self._is_worth_a_codec(v, cost) and not (
                 is_count and is_evaluated_again

@@ -47,7 +47,7 @@ SMOOTH = frozenset(
     "mul div exp exp2 log log2 log1p expm1 tanh logistic integer_pow pow sqrt rsqrt "
     "cbrt erf erfc erf_inv lgamma digamma polygamma sin cos tan asin acos atan atan2 "
     "sinh cosh asinh acosh atanh igamma igammac regularized_incomplete_beta "
-    "bessel_i0e bessel_i1e square one_minus_square".split()
+    "bessel_i0e bessel_i1e square one_minus_square polynomial".split()
 )
 # With a pole, or with a slope that has one, where their operand's domain ends.
 POLES = {

@@ -180,8 +180,13 @@ def keeps_elements(eqn: Eqn) -> bool:
 
 
 def is_cheap(eqn: Eqn) -> bool:
-    """Whether evaluating it again in the backward pass costs next to nothing."""
-    return eqn.primitive.name in CHEAP
+    """Whether evaluating it again in the backward pass costs next to nothing.
+
+    A barrier around one value keeps roundings apart in a special function, as in the
+    inverse of a normal's distribution; those around several hold other values back.
+    """
+    is_single = eqn.primitive.name == "optimization_barrier" and len(eqn.outvars) == 1
+    return is_single or eqn.primitive.name in CHEAP
 
 
 def contracts(eqn: Eqn) -> bool:
