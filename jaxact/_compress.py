@@ -102,9 +102,10 @@ def compress(
       the noise is derived from the data and the call's number in its trace: where one
       traced program makes several calls (a jitted function called twice, the body of a
       scan around it), equal data are rounded alike, which biases a product of them;
-      give each a key. (`Dithered` and `Rotated` draw noise from stored numbers alone:
-      there this holds for groups with equal extremes, or equal means.) If the target is
-      compressed already, the original is compressed: this call's options decide.
+      give each a key. A compressed function inside another needs a key of its own, too.
+      (`Dithered` and `Rotated` draw noise from stored numbers alone: there this holds
+      for groups with equal extremes, or equal means.) If the target is compressed
+      already, the original is compressed: this call's options decide.
 
     Raises:
       TypeError: an argument has the wrong type; `target` is a generator or
