@@ -109,7 +109,14 @@ def step_for(
     Raises:
       TypeError: `step_of_batch` gave something else.
     """
-    made = step_of_batch(batch)
+    try:
+        made = step_of_batch(batch)
+    except TypeError as error:  # such as that of a step, in place of the function
+        error.add_note(
+            f"jaxact.max_batch called step_of_batch({batch}), which has to return "
+            "(step, arguments) for a batch of this size."
+        )
+        raise
     is_pair = isinstance(made, tuple) and len(made) == 2
     if not is_pair or not callable(made[0]) or not isinstance(made[1], tuple | list):
         raise TypeError(

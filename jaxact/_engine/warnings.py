@@ -260,6 +260,8 @@ def _is_coarse(decision: Decision, policy: Policy) -> bool:
 
 
 def _others(count: int) -> str:
+    if count == 1:
+        return " and another one"
     return f" and {count} others" if count else ""
 
 
