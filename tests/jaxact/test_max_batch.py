@@ -208,3 +208,10 @@ def test_a_batch_that_takes_no_memory_yet_is_used():
     made = lambda n: (step(n), (of((64, 64)),))
     found = jaxact.max_batch(made, budget="1MiB").rows[0]
     assert found.batch > 16
+
+
+def test_a_step_in_place_of_its_function_is_told_what_is_required():
+    with pytest.raises(TypeError) as caught:
+        jaxact.max_batch(jax.grad(lambda x: x.sum()), budget="1MiB")
+    note = "\n".join(caught.value.__notes__)
+    assert "step_of_batch(4), which has to return (step, arguments)" in note
