@@ -5,8 +5,6 @@ channel statistics, masks, integers, and cheap functions from those. Any other v
 belongs to its *base*'s class: it is A * base + C with exact A and C, so a base
 that is rounded without bias gives every member without bias. A value that is not
 affine in a single one is a base itself.
-
-`max(x, c)` is affine in x given one exact bit per element: which side won.
 """
 
 import dataclasses

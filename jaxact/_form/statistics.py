@@ -221,12 +221,11 @@ def _contracted_inside(program: Program) -> set[Var]:
 
     DreamerV3's encoder ends in a pool, and its features go into a recurrence.
     """
-    return {
-        operand
-        for body in scan_bodies(program)
-        for v, operand in body.inputs
-        if v in contracted_in(body.program.jaxpr)
-    }
+    operands: set[Var] = set()
+    for body in scan_bodies(program):
+        contracted = contracted_in(body.program.jaxpr)
+        operands.update(operand for v, operand in body.inputs if v in contracted)
+    return operands
 
 
 def contracted_in(jaxpr: Jaxpr, inside: Collection[Var] = ()) -> set[Var]:
