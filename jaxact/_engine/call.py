@@ -28,12 +28,13 @@ from jaxact._checkpoint_policies import PACKED_NAME
 from jaxact._codec import Exact
 from jaxact._codec.checks import checked_key
 from jaxact._decision import Decision
+from jaxact._engine.batch_rule import with_batch_rule
 from jaxact._engine.checkify import noting_checks
 from jaxact._engine.checkpointed import checkpointed
 from jaxact._engine.custom_rule import with_rule
 from jaxact._engine.inside import holds_programs
 from jaxact._engine.lines import user_line
-from jaxact._engine.mapped import on_batch
+from jaxact._engine.mapped import on_batch, whole_batch
 from jaxact._engine.number import Site, number_in_trace
 from jaxact._engine.outputs import (
     has_rule,
@@ -194,9 +195,8 @@ class Engine:
         self, flat: Flat, draw: Draw, values: Sequence[Array]
     ) -> list[jax.Array]:
         """Evaluate `flat(*values)`, keeping compressed residuals for its derivative."""
-        outputs_of_batch = on_batch(self, flat, draw, values)
-        if outputs_of_batch is not None:
-            return outputs_of_batch
+        if (of_batch := on_batch(self, flat, draw, values)) is not None:
+            return of_batch
         notice_call(self.policy, join_paths(self.prefix, self.path))
         if isinstance(self.own_policy.recompute, Checkpoint):
             engine = replace(self, is_checkpointed=True)
@@ -263,13 +263,13 @@ class _Rule:
         return Primal.of(CompressedCall(self.flat, engine.own_policy, engine.prefix))
 
     def __call__(self, draw: Draw, values: Sequence[Array]) -> list[jax.Array]:
+        batch = functools.partial(whole_batch, self.engine, self.flat)
         call = with_rule(self.primal, self.forward, self.backward)
         try:
             with noting_checks(self.flat.jaxpr):
-                return call(draw, *values)
+                return with_batch_rule(call, batch, draw, values)(draw, *values)
         except TypeError as error:
-            # Forward mode evaluates `forward`; then JAX refuses the tangents. After a
-            # jit around the call it does so elsewhere, in words of its own.
+            # JAX refuses tangents after `forward`; behind a jit in words of its own.
             if not self.ran_forward:
                 raise
             raise TypeError(

@@ -6,8 +6,10 @@ block's weights would exist once for each example, 74 MiB instead of 24 where th
 uncompressed step takes 34. Models for one example, as Equinox has them, are mapped so.
 
 Here the mapped program is compressed in place of the program of one example. That is
-right where `vmap` is the innermost transformation, and JAX evaluates the batching rule
-of a primitive in just that case: under `vmap(grad(f))` each example has its gradient.
+right where `vmap` comes before differentiation, and JAX evaluates a batching rule in
+just that case: under `vmap(grad(f))` each example has its gradient. From 0.12 on it is
+the rule of the call itself (`batch_rule.py`), so that a scan, a jit or a checkpoint may
+lie between. Before, it is that of a primitive here, for a call right under a `vmap`.
 """
 
 import dataclasses
@@ -21,7 +23,7 @@ from jax.interpreters import ad, batching
 from jaxact._engine.custom_rule import vmap_along
 from jaxact._engine.storage import Draw
 from jaxact._flat import Flat
-from jaxact._jaxpr.compat import open_jaxpr
+from jaxact._jaxpr.compat import HAS_GENERIC_BATCHING, open_jaxpr
 from jaxact._jaxpr.types import Array
 
 batch_p = jex.Primitive("jaxact_batch")
@@ -52,13 +54,8 @@ def on_batch(
     draw: Draw,
     values: Sequence[Array],
 ) -> list[jax.Array] | None:
-    """`run` on the function of the whole batch; None where there is none.
-
-    There is none either where examples have noise of their own: their seeds differ. Nor
-    for a batch of a size with symbols, as `jax.export` takes it: how residuals are
-    packed depends on sizes, and an example's are numbers.
-    """
-    if not any(map(_is_mapped, values)):
+    """`run` on the function of the whole batch; None where there is none."""
+    if HAS_GENERIC_BATCHING or not any(map(_is_mapped, values)):
         return None
     call = _Call(flat, run, tuple(draw.probe))
     try:
@@ -81,13 +78,39 @@ def _batch(
         return outputs, [None] * len(outputs)
     seed, *others = args
     count = len(call.settings)
-    settings, values = others[:count], others[count:]
-    has_seeds = any(d is not None for d in dims[: count + 1])
-    if has_seeds or not isinstance(axis.size, int):
+    draw = Draw(seed, dict(zip(call.settings, others[:count], strict=True)))
+    values, own = others[count:], dims[count + 1 :]
+    found = whole_batch(call.run, call.flat, axis, draw, values, dims[: count + 1], own)
+    if found is None:
         raise _OtherTransformation
-    batch, consts, out_dims = _over_batch(call.flat, axis, values, dims[count + 1 :])
-    draw = Draw(seed, dict(zip(call.settings, settings, strict=True)))
-    return call.run(batch.first_alike, draw, [*consts, *values]), out_dims
+    return found
+
+
+def whole_batch(
+    run: Callable[[Flat, Draw, Sequence[Array]], list[jax.Array]],
+    flat: Flat,
+    axis: Any,
+    draw: Draw,
+    values: Sequence[Array],
+    draw_dims: Sequence[int | None],
+    dims: Sequence[int | None],
+) -> tuple[list[jax.Array], list[int | None]] | None:
+    """`run` on the function of the batch, and the outputs' batch axes; None: in no way.
+
+    Where examples have noise of their own: their seeds differ. Nor for a batch of a
+    size with symbols, as `jax.export` takes it: how residuals are packed depends on
+    sizes, and an example's are numbers.
+
+    Args:
+      axis: JAX's description: name, size.
+      draw_dims: the batch axis of each array in `draw`; None: it has none.
+      dims: the same for `values`.
+    """
+    has_seeds = any(d is not None for d in draw_dims)
+    if has_seeds or not isinstance(axis.size, int):
+        return None
+    batch, consts, out_dims = _over_batch(flat, axis, values, dims)
+    return run(batch.first_alike, draw, [*consts, *values]), out_dims
 
 
 def _over_batch(

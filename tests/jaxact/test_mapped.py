@@ -130,6 +130,30 @@ def test_export_for_batches_of_any_size():
     assert relative_error(exported.call(W, X), true(W, X)) < CLOSE
 
 
+BETWEEN = {
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "scan": lambda f: (
+        lambda w, x: lax.scan(
+            lambda x, w: (f(w, x), None), x, jax.tree.map(lambda a: a[None], w)
+        )[0]
+    ),
+}
+
+
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 12), reason="JAX has no rule for maps of a call there"
+)
+@pytest.mark.parametrize("between", BETWEEN.values(), ids=BETWEEN)
+def test_behind_another_transformation_weights_have_one_gradient(between):
+    w = jax.tree.map(lambda a: jnp.tile(a, (4, 4)), W)
+    x = jnp.tile(X, (4, 1, 4))
+    each = 4 * len(x) * w["up"].size  # bytes of one weight's gradient for each example
+    step = lambda f: jax.grad(lambda w: square(jax.vmap(f, (None, 0))(w, x)))
+    found = bytes_at_peak(step(between(small)), w)
+    assert found < bytes_at_peak(step(small), w) + each / 4
+
+
 def test_calls_outside_of_jit_leave_no_programs():
     def count():
         gc.collect()
