@@ -54,7 +54,7 @@ from jaxact._jaxpr.compat import reduced_like
 from jaxact._jaxpr.evaluate import is_traced
 from jaxact._jaxpr.labels import Label, current_path
 from jaxact._jaxpr.types import Array, Jaxpr, PyTree
-from jaxact._plan.mark import CompressedCall, mark
+from jaxact._plan.mark import mark
 from jaxact._plan.storage import StoragePlan
 from jaxact._policy import Policy
 from jaxact._recompute import Checkpoint
@@ -260,7 +260,7 @@ class _Rule:
     def primal(self) -> Primal:
         """The call where nothing is differentiated."""
         engine = self.engine
-        return Primal.of(CompressedCall(self.flat, engine.own_policy, engine.prefix))
+        return Primal.of(self.flat, engine.own_policy, engine.prefix, engine.name)
 
     def __call__(self, draw: Draw, values: Sequence[Array]) -> list[jax.Array]:
         batch = functools.partial(whole_batch, self.engine, self.flat)

@@ -96,14 +96,14 @@ def notice(policy: Policy, name: str, decisions: Sequence[Decision]) -> None:
         {d.why for d in decisions if _is_unexpected(d) and d.reason not in expected}
     )
     if wanted and reasons and not any(map(_is_smaller, decisions)):
-        _warn(
+        warn(
             line,
             f"jaxact: nothing was compressed in {name}; its residuals: "
             f"{'; '.join(reasons)}. See jaxact.residuals for each.",
         )
     coarse = [d.residual for d in decisions if _is_coarse(d, policy)]
     if coarse:
-        _warn(
+        warn(
             line,
             f"jaxact: in {name} a checkpoint or a custom rule computes values from "
             f"{coarse[0].key}{_others(len(coarse) - 1)}, and the policy rounds that to "
@@ -152,10 +152,10 @@ def warn_about_rules(policy: Policy) -> None:
             continue
         if not any(_is_in_call(rule.key, prefix) for prefix in again):
             found = _why_unused(rule, policy.rules[:index], watch.residuals, calls)
-            _warn(watch.line, f"jaxact: {rule} {found}")
+            warn(watch.line, f"jaxact: {rule} {found}")
     for checkpoint in checkpoints_of(policy.recompute):
         if not any(checkpoint.matches(prefix) for prefix in watch.prefixes):
-            _warn(
+            warn(
                 watch.line,
                 f"jaxact: {checkpoint} matched no call of {calls}."
                 f"{_nearest_call(checkpoint, watch.prefixes)}",
@@ -272,7 +272,8 @@ def _is_unexpected(decision: Decision) -> bool:
     return decision.rule is None and is_float and decision.reason not in expected
 
 
-def _warn(line: Line, message: str) -> None:
+def warn(line: Line, message: str) -> None:
+    """Warn at a line in the user's program."""
     warnings.warn_explicit(
         message,
         CompressionWarning,

@@ -134,7 +134,7 @@ batching.primitive_batchers[mark_p] = _batch_mark
 ad.primitive_jvps[mark_p] = _differentiate_mark
 
 
-def _identity(primitive: Any) -> None:
+def identity(primitive: Any) -> None:
     """Give a primitive with one operand the rules of an identity."""
 
     def batch(args: tuple[Array], dims: Axes, **params: object) -> tuple[Any, Any]:
@@ -146,6 +146,6 @@ def _identity(primitive: Any) -> None:
     batching.primitive_batchers[primitive] = batch
 
 
-_identity(call_p)
-_identity(rounded_p)
+identity(call_p)
+identity(rounded_p)
 ad.primitive_jvps[rounded_p] = _refuse

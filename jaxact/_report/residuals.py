@@ -7,6 +7,9 @@ from typing import Any
 import numpy as np
 
 from jaxact._compress import compress
+from jaxact._engine.lines import user_line
+from jaxact._engine.own_gradient import returns_own_gradient
+from jaxact._engine.warnings import warn
 from jaxact._jaxpr.rewrite import without_unused
 from jaxact._modules.pure import first_of, pure_call
 from jaxact._plan.forward import trace_forward
@@ -49,6 +52,10 @@ def residuals(
         compressed function; has_aux and it returns no pair.
       ValueError: argnums out of range.
 
+    Warns:
+      CompressionWarning: `fn` takes a gradient itself, as a training step does, and
+        argnums is None.
+
     Example:
       >>> import jax.numpy as jnp, jaxact
       >>> f = jaxact.compress(lambda x: jnp.sin(x) * 2, policy=jaxact.Policy(bits=2))
@@ -62,6 +69,14 @@ def residuals(
     flat, values, _ = call.trace()
     if argnums == ():
         return step_residuals(without_unused(flat.jaxpr))
+    if argnums is None and returns_own_gradient(flat):
+        name = getattr(fn, "__qualname__", str(fn))
+        warn(
+            user_line(),
+            f"jaxact: {name} takes a gradient itself, and these are the residuals of "
+            "that gradient's own derivative. Give the function whose gradient it "
+            "takes, or residuals(step, ..., argnums=()) lists those of the gradient.",
+        )
     active = call.differentiated(values, argnums)
     run = lambda _, *values: flat(*values)
     try:

@@ -164,8 +164,10 @@ def test_vmap():
     one = jaxact.residuals(small, P, X)
     batch = jaxact.residuals(jax.vmap(small, (None, 0)), P, examples)
     assert one.stored_bytes < batch.stored_bytes <= 2 * one.stored_bytes
-    each = jaxact.residuals(jax.vmap(jax.jit(small), (None, 0)), P, examples)
-    assert each.stored_bytes == 2 * one.stored_bytes
+    inner = jaxact.residuals(jax.vmap(jax.jit(small), (None, 0)), P, examples)
+    has_rule = jax.__version_info__ >= (0, 12)  # for maps behind a jit
+    expected = batch.stored_bytes if has_rule else 2 * one.stored_bytes
+    assert inner.stored_bytes == expected
 
 
 def test_linen_paths():
