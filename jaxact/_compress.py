@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import reprlib
 import types
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -10,15 +9,17 @@ from typing import Any, get_origin, overload
 
 import jax
 
+from jaxact._arguments import Names, arguments, as_tuple
 from jaxact._codec import Action
 from jaxact._engine.call import call_compressed, seed_from
 from jaxact._engine.number import scope_in_trace
 from jaxact._modules import find
 from jaxact._modules.original import original_of, refuse_key, remember
 from jaxact._policy import Policy, checked_policy
-from jaxact._trace import Names, TraceCache, arguments, as_tuple
+from jaxact._trace import TraceCache
 from jaxact._typing import C, Compress, Compressed, M, P, R
 from jaxact._using import runs_later
+from jaxact._written_as import written_as
 
 _AS_DECORATOR = object()  # no target: the result takes it
 
@@ -52,13 +53,13 @@ def compress(
     activations: Names | None = ...,
     static_argnums: Names = ...,
 ) -> Compressed[P, R]: ...
+@written_as("compress(target, policy=Policy(bits=2))")
 def compress(
     target: object = _AS_DECORATOR,
-    *others: object,
+    *,
     policy: Policy | None = None,
     activations: Names | None = None,
     static_argnums: Names = (),
-    **unknown: object,
 ) -> Any:
     """Store the residuals of `target` compressed between forward and backward.
 
@@ -123,8 +124,6 @@ def compress(
       >>> bool((small(w, x) == layer(w, x)).all())
       True
     """
-    if others or unknown:
-        raise TypeError(_wrong_arguments(others, unknown))
     given = Policy() if policy is None else policy
     checked = checked_policy("compress(policy=", given)
     options = _Options(
@@ -254,15 +253,6 @@ def _as_option(target: object) -> str:
     if isinstance(target, Policy | Action | int) and not isinstance(target, bool):
         return " Options are given by keyword: @compress(policy=Policy(bits=2))."
     return ""
-
-
-def _wrong_arguments(others: Sequence[object], unknown: dict[str, object]) -> str:
-    named = (f"{k}={reprlib.repr(v)}" for k, v in unknown.items())
-    given = ", ".join([*map(reprlib.repr, others), *named])
-    return (
-        f"compress(target, {given}): the options are policy, activations and "
-        "static_argnums, by keyword. Write compress(target, policy=Policy(bits=2))."
-    )
 
 
 def _refuse_maker(target: object) -> None:

@@ -26,6 +26,7 @@ from jaxact._decision import Decision, Reason
 from jaxact._recompute import Recomputation, checked, recomputation_of
 from jaxact._residual import Residual, is_within
 from jaxact._saved import Saved
+from jaxact._written_as import written_as
 
 # The smallest residuals that together have at most this part of all elements stay
 # exact: they cost under 1 % of the uncompressed bytes, and an eighth of those stored at
@@ -64,6 +65,7 @@ def small_size(sizes: Iterable[int]) -> int:
     return largest
 
 
+@written_as("Rule(Exact(), path='mlp')")
 @dataclasses.dataclass(frozen=True, repr=False)
 class Rule(Saved):
     """Apply `action` to the residuals that meet every given condition.
@@ -159,6 +161,7 @@ class Rule(Saved):
         )
 
 
+@written_as("Policy(bits=4, rules=(Rule(Exact(), path='mlp'),))")
 @dataclasses.dataclass(frozen=True)
 class Policy(Saved):
     """Which action keeps which residual.

@@ -7,8 +7,10 @@ from typing import Any, TypeAlias
 from jaxact._jaxpr.labels import visible
 from jaxact._residual import call_suffix, is_within
 from jaxact._saved import Saved
+from jaxact._written_as import written_as
 
 
+@written_as("Checkpoint(path='mlp')")
 @dataclasses.dataclass(frozen=True)
 class Checkpoint(Saved):
     """Keep a compressed call's inputs alone, and compute the call again in backward.

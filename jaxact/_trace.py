@@ -7,10 +7,9 @@ closures over tracers. Values that are not arrays stay the Python values they ar
 
 import collections
 import dataclasses
-import inspect
 import re
-import reprlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+import types
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, TypeAlias, TypeGuard
 
 import jax
@@ -19,26 +18,17 @@ import numpy as np
 from jax.core import Tracer
 from jax.stages import Wrapped
 
+from jaxact._arguments import Argument
 from jaxact._flat import Flat, Kind
 from jaxact._jaxpr.compat import open_jaxpr
 from jaxact._jaxpr.evaluate import trace_jitted
 from jaxact._jaxpr.labels import numbered
+from jaxact._jaxpr.source import code_of
 from jaxact._jaxpr.types import Array
 from jaxact._read_values import are_same, read_values, written_in
 
-# A call's arguments, by name or position.
-Names: TypeAlias = str | int | Sequence[str | int]
 # From a function's flat outputs to its result.
 Rebuild: TypeAlias = Callable[[Sequence[Array]], Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class Argument:
-    """One argument of the call: its label in tables, its kind, whether it is static."""
-
-    label: str
-    kind: Kind
-    is_static: bool = False
 
 
 @jax.tree_util.register_static
@@ -71,26 +61,6 @@ def is_array(x: object) -> TypeGuard[jax.Array | np.ndarray | jax.ShapeDtypeStru
 def is_inexact(x: Array) -> bool:
     """Whether a value can have a gradient."""
     return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-
-
-def as_tuple(option: str, names: Names) -> tuple[str | int, ...]:
-    """One name or position, or several, as a tuple.
-
-    Args:
-      option: the argument that they are given as, for messages.
-
-    Raises:
-      TypeError: neither, nor a sequence of them.
-    """
-    several = (names,) if isinstance(names, str | int) else names
-    if not isinstance(several, Iterable) or not all(
-        isinstance(name, str | int) and not isinstance(name, bool) for name in several
-    ):
-        raise TypeError(
-            f"compress({option}={reprlib.repr(names)}): a name or position of an "
-            f"argument, or several, is required, such as {option}='x'."
-        )
-    return tuple(several)
 
 
 class TraceCache:
@@ -137,6 +107,7 @@ class _OnArrays:
       tree: of [*args, *kwargs.values()], static ones wrapped.
       num_args, names: of positional arguments, and of keywords.
       static: arguments in the tree that are not leaves of it.
+      title: the function or class that the user compressed.
     """
 
     f: Callable[..., Any]
@@ -146,6 +117,16 @@ class _OnArrays:
     num_args: int
     names: tuple[str, ...]
     static: tuple[object, ...]
+    title: Callable[..., Any]
+
+    # By these two JAX says in errors which function is traced.
+    @property
+    def __name__(self) -> str:
+        return getattr(self.title, "__name__", type(self.title).__name__)
+
+    @property
+    def __code__(self) -> types.CodeType:
+        return code_of(self.title)
 
     def __call__(self, *arrays: jax.Array) -> tuple[list[Any], Static]:
         """The result's arrays, and beside them what else it takes to rebuild it."""
@@ -260,12 +241,14 @@ def trace(
     kwargs: dict[str, Any],
     describe: Sequence[Argument],
     cache: TraceCache | None = None,
+    title: Callable[..., Any] | None = None,
 ) -> tuple[Flat, list[jax.Array], Rebuild]:
     """Trace `f(*args, **kwargs)` once.
 
     Args:
       describe: an `Argument` for each in `args`, then for each in `kwargs`.
       cache: of `f`'s earlier traces.
+      title: for messages, in place of `f`.
 
     Returns:
       The flat function, its inputs' values, and a function from its outputs to the
@@ -280,7 +263,9 @@ def trace(
     dynamic = tuple(i for i, leaf in enumerate(leaves) if is_array(leaf))
     others = tuple(None if is_array(leaf) else leaf for leaf in leaves)
     static = tuple(v.value for v in values if isinstance(v, Static))
-    on_arrays = _OnArrays(f, others, dynamic, tree, len(args), tuple(kwargs), static)
+    on_arrays = _OnArrays(
+        f, others, dynamic, tree, len(args), tuple(kwargs), static, title or f
+    )
     jitted = jax.jit(on_arrays) if cache is None else cache.find(on_arrays)
     arrays: list[Any] = [leaves[i] for i in dynamic]
     names = dict.fromkeys(describe[owners[i]].label for i in dynamic)
@@ -322,70 +307,3 @@ def _label(
             kinds.append(argument.kind)
             owners.append(number)
     return labels, kinds, owners
-
-
-def arguments(
-    f: Callable[..., object],
-    args: Sequence[object],
-    kwargs: dict[str, Any],
-    activations: Sequence[str | int] | None,
-    static_argnums: Sequence[str | int],
-) -> list[Argument]:
-    """Describe a plain function call's arguments.
-
-    Args:
-      activations, static_argnums: names and positions, see `as_tuple`. The name for
-        all further positional arguments, `xs` in f(x, *xs), stands for each.
-
-    Raises:
-      ValueError: `activations` or `static_argnums` name an argument that the call
-        does not have.
-    """
-    positional, others, keyword = _parameters(f)
-    unnamed = [f"{others or 'args'}[{i}]" for i in range(len(args) - len(positional))]
-    labels = [*(positional + unnamed)[: len(args)], *kwargs]
-    known = list(dict.fromkeys([*labels, *positional, *keyword]))
-    positions = range(-len(args), len(known))
-    known += [others] if others else []
-    given = {"activations": activations or (), "static_argnums": static_argnums}
-    for option, names in given.items():
-        for a in names:
-            if a not in known and a not in positions:
-                raise ValueError(
-                    f"compress({option}=...): {a!r} is no argument of "
-                    f"{getattr(f, '__name__', f)}, whose arguments are {known}. "
-                    "Give names or positions of its arguments."
-                )
-
-    def argument(number: int, label: str) -> Argument:
-        position = positional.index(label) if label in positional else number
-        names = {label, position}
-        if number < len(args):
-            names.add(number - len(args))
-            if number >= len(positional):
-                names.add(others)
-        is_static = not names.isdisjoint(static_argnums)
-        if activations is None:
-            return Argument(label, Kind.UNKNOWN, is_static)
-        kind = Kind.PARAMETER if names.isdisjoint(activations) else Kind.ACTIVATION
-        return Argument(label, kind, is_static)
-
-    return [argument(i, label) for i, label in enumerate(labels)]
-
-
-def _parameters(f: Callable[..., object]) -> tuple[list[str], str, list[str]]:
-    """The names: positional ones, the one for all further ones, keyword-only ones."""
-    try:
-        parameters = inspect.signature(f).parameters.values()
-    except (TypeError, ValueError):  # builtins have no signature
-        return [], "", []
-    positional = (
-        inspect.Parameter.POSITIONAL_ONLY,
-        inspect.Parameter.POSITIONAL_OR_KEYWORD,
-    )
-    others = [p.name for p in parameters if p.kind is inspect.Parameter.VAR_POSITIONAL]
-    return (
-        [p.name for p in parameters if p.kind in positional],
-        others[0] if others else "",
-        [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY],
-    )

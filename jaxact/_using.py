@@ -19,6 +19,7 @@ import jax
 from jaxact._decision import Decision
 from jaxact._jaxpr.types import Jaxpr
 from jaxact._policy import Policy, checked_policy
+from jaxact._written_as import written_as
 
 # Hears a call's path, with labels, its program, and the decisions about its residuals.
 Observer: TypeAlias = Callable[[str, Jaxpr, Sequence[Decision]], None]
@@ -116,6 +117,7 @@ class _Using(threading.local):
         return inside  # type: ignore[return-value]
 
 
+@written_as("using(policy)(step), or with using(policy): step(params)")
 def using(policy: Policy) -> _Using:
     """A context in which compressed calls take this policy in place of their own.
 
@@ -146,4 +148,10 @@ def using(policy: Policy) -> _Using:
       >>> [row.action.bits for row in table.rows]
       [2, 2]
     """
+    if callable(policy) and not isinstance(policy, type):
+        name = getattr(policy, "__name__", type(policy).__name__)
+        raise TypeError(
+            f"jaxact.using({name}): a jaxact.Policy is required, then the function: "
+            "write using(policy)(step), or with using(policy): step(params)."
+        )
     return _Using(checked_policy("jaxact.using(", policy))

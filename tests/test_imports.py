@@ -8,6 +8,7 @@ from test_layout import CORE, KERNELS, files
 
 # The rooms of jaxact, from the ground up: each imports from those before it alone.
 FLOORS = [
+    "_written_as",
     "_jaxpr",
     "_saved",
     "_codec",
@@ -19,6 +20,7 @@ FLOORS = [
     "_checkpoint_policies",
     "_read_values",
     "_flat",
+    "_arguments",
     "_trace",
     "_plan",
     "_form",

@@ -16,6 +16,7 @@ from jaxact._bits.cost import Cost, Sensitivity
 from jaxact._bits.widths import ACTIONS, least_bits
 from jaxact._bits.worst_case import checked_e2
 from jaxact._codec.checks import checked_number
+from jaxact._written_as import written_as
 from jaxact_kernels.rotated import HALF_BIT
 
 LADDER = (1, 2, 3, 4, 6, 8, 16)
@@ -24,6 +25,7 @@ LADDER = (1, 2, 3, 4, 6, 8, 16)
 Steps = Sequence[Sequence[tuple[float, float]]]
 
 
+@written_as("allocate(measured, bits=2)")
 def allocate(
     measured: Sensitivity,
     *,

@@ -8,6 +8,7 @@ from jaxact._bits.allocation import Allocation
 from jaxact._bits.cost import Sensitivity
 from jaxact._bits.greedy import LADDER, allocate
 from jaxact._codec.checks import checked_kind, checked_number
+from jaxact._written_as import written_as
 
 # By how much a kept allocation may miss its budget or its bound: a measurement from a
 # few draws is no better than this.
@@ -16,6 +17,7 @@ TOLERANCE = 0.1
 _log = logging.getLogger("jaxact")
 
 
+@written_as("reallocate(allocation, measured, bits=2)")
 def reallocate(
     current: Allocation,
     measured: Sensitivity,

@@ -29,6 +29,7 @@ from jaxact._policy import Policy
 from jaxact._saved import Saved
 from jaxact._tabular import Column, Tabular, bytes_text
 from jaxact._using import Override, overriding
+from jaxact._written_as import written_as
 
 # Compiled steps for a policy. Four suffice where memory is affine in the batch; a bend,
 # or the padding of small arrays, takes more (7 in the mean of random such curves).
@@ -133,6 +134,7 @@ def _next_text(row: LargestBatch) -> str:
     return f"{bytes_text(least.bytes)} at {least.batch}"
 
 
+@written_as("max_batch(step_of_batch, {'2 bits': Policy(bits=2)})")
 def max_batch(
     step_of_batch: Callable[[int], tuple[Callable[..., Any], tuple[Any, ...]]],
     policies: Mapping[str, Policy | None] | None = None,

@@ -31,6 +31,7 @@ from jaxact._memory.size import Limited, checked_of, parsed
 from jaxact._memory.targets import gpu_of
 from jaxact._policy import Policy, checked_policy
 from jaxact._time.flops import flops_of
+from jaxact._written_as import written_as
 
 # The rates by which times are estimated where the step is for the local backend.
 _NOMINAL = "h100"
@@ -38,6 +39,7 @@ _NOMINAL = "h100"
 _POINTS = 8
 
 
+@written_as("plan(step, params, batch, budget='12GB')")
 def plan(
     step: Callable[..., Any],
     *args: Any,

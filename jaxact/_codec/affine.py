@@ -12,11 +12,13 @@ from jaxact._codec.base import Bias, Codec
 from jaxact._codec.checks import bits_text, checked_bits, checked_group_size
 from jaxact._codec.rows import short_rows
 from jaxact._codec.wide import Wide
+from jaxact._written_as import written_as
 from jaxact_kernels import affine
 from jaxact_kernels.dispatch import run
 from jaxact_kernels.normalization import Normalization
 
 
+@written_as("Quantize(4)")
 @dataclasses.dataclass(frozen=True)
 class Quantize(Codec[affine.Stored | Wide[affine.Stored]]):
     """Store groups along the last axis as value ~ zero point + scale * code.

@@ -9,8 +9,10 @@ from jax.typing import DTypeLike
 
 from jaxact._codec.base import Bias, Codec
 from jaxact._codec.checks import checked_dtype
+from jaxact._written_as import written_as
 
 
+@written_as("Cast(jnp.bfloat16)")
 @dataclasses.dataclass(frozen=True, init=False)
 class Cast(Codec[jax.Array]):
     """Store as `dtype` (bfloat16, float16, float8_*), rounded to nearest.

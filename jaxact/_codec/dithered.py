@@ -13,6 +13,7 @@ from jaxact._codec.base import Bias, Codec
 from jaxact._codec.checks import bits_text, checked_bits, checked_group_size
 from jaxact._codec.rows import short_rows
 from jaxact._codec.wide import Wide
+from jaxact._written_as import written_as
 from jaxact_kernels import affine
 from jaxact_kernels.dispatch import run
 from jaxact_kernels.normalization import Normalization
@@ -30,6 +31,7 @@ class Stored(NamedTuple):
     seed: jax.Array
 
 
+@written_as("Dithered(4)")
 @dataclasses.dataclass(frozen=True)
 class Dithered(Codec[Stored | Wide[Stored]]):
     """Store like `Quantize`, and subtract the noise in decoding (subtractive dither).

@@ -15,6 +15,7 @@ from jaxact._codec.base import Bias, Codec
 from jaxact._codec.blocks import Blocks
 from jaxact._codec.checks import checked_bits, checked_group_size, checked_int
 from jaxact._codec.wide import Wide
+from jaxact._written_as import written_as
 from jaxact_kernels import affine
 from jaxact_kernels.affine.reference import extremes, split
 from jaxact_kernels.layout import Layout, layout_of
@@ -37,6 +38,7 @@ class Stored(NamedTuple):
     remainder: affine.Stored | Wide
 
 
+@written_as("DualPrecision(2)")
 @dataclasses.dataclass(frozen=True)
 class DualPrecision(Codec[Stored]):
     """Store means over blocks in bfloat16, and the remainder like `Quantize(bits)`.

@@ -6,8 +6,10 @@ import jax
 from jax.typing import DTypeLike
 
 from jaxact._codec.base import Action, Bias, Codec
+from jaxact._written_as import written_as
 
 
+@written_as("Exact()")
 @dataclasses.dataclass(frozen=True)
 class Exact(Codec[jax.Array]):
     """Keep the array as it is."""
@@ -33,6 +35,7 @@ class Exact(Codec[jax.Array]):
         return stored
 
 
+@written_as("Recompute()")
 @dataclasses.dataclass(frozen=True)
 class Recompute(Action):
     """Keep nothing: backward computes the value again from other kept values.

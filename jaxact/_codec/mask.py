@@ -9,10 +9,12 @@ from jax.typing import DTypeLike
 
 from jaxact._codec.base import Bias, Codec
 from jaxact._codec.rows import no_smaller
+from jaxact._written_as import written_as
 from jaxact_kernels import mask
 from jaxact_kernels.index.reference import index_layout
 
 
+@written_as("Bitmask()")
 @dataclasses.dataclass(frozen=True)
 class Bitmask(Codec[jax.Array]):
     """Store a boolean array at one bit per element; lossless."""

@@ -10,9 +10,11 @@ from jax.typing import DTypeLike
 from jaxact._codec.around import AroundCodec
 from jaxact._codec.base import Codec
 from jaxact._codec.exact import Exact
+from jaxact._written_as import written_as
 from jaxact_kernels.normalization import Normalization
 
 
+@written_as("Offload(Quantize(4))")
 @dataclasses.dataclass(frozen=True)
 class Offload(AroundCodec[Any]):
     """Encode by `codec`, keep the stored arrays in host memory, fetch them in backward.

@@ -8,9 +8,11 @@ from jax.typing import DTypeLike
 from jaxact._codec.base import Bias, Codec
 from jaxact._codec.checks import checked_group_size, checked_int, checked_number
 from jaxact._codec.rows import short_rows
+from jaxact._written_as import written_as
 from jaxact_kernels import planes
 
 
+@written_as("PerSample(2)")
 @dataclasses.dataclass(frozen=True)
 class PerSample(Codec[planes.Stored]):
     """Store like `Quantize`, with 1 to 8 bits for each sample and `bits` on average.

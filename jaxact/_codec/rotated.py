@@ -12,12 +12,14 @@ from jaxact._codec.base import Bias, Codec
 from jaxact._codec.checks import bits_text, checked_group_size, checked_int
 from jaxact._codec.rows import short_rows
 from jaxact._codec.wide import Wide
+from jaxact._written_as import written_as
 from jaxact_kernels import rotated
 from jaxact_kernels.dispatch import run
 
 Stored = rotated.Stored
 
 
+@written_as("Rotated(2)")
 @dataclasses.dataclass(frozen=True)
 class Rotated(Codec[Stored | Wide[Stored]]):
     """Rotate groups at random, then round to the levels that are best for a normal.
@@ -116,6 +118,7 @@ class Rotated(Codec[Stored | Wide[Stored]]):
         return unpack(stored, np.dtype(dtype))
 
 
+@written_as("Adaptive(2)")
 @dataclasses.dataclass(frozen=True)
 class Adaptive(Rotated):
     """Store each group in the way that is expected to err least at these bits.

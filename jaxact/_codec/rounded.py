@@ -8,8 +8,10 @@ from jax.typing import DTypeLike
 
 from jaxact._codec.around import AroundCodec
 from jaxact._codec.base import Codec
+from jaxact._written_as import written_as
 
 
+@written_as("Rounded(Quantize(4))")
 @dataclasses.dataclass(frozen=True)
 class Rounded(AroundCodec[jax.Array]):
     """Keep the values that decoding `codec`'s stored arrays gives (fake quantization).

@@ -24,6 +24,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
+from jaxact._arguments import Argument
 from jaxact._checkpoint_policies import PACKED_NAME
 from jaxact._codec import Exact
 from jaxact._codec.checks import checked_key
@@ -59,7 +60,7 @@ from jaxact._plan.storage import StoragePlan
 from jaxact._policy import Policy
 from jaxact._recompute import Checkpoint
 from jaxact._residual import join_paths
-from jaxact._trace import Argument, Static, TraceCache, is_inexact, trace
+from jaxact._trace import Static, TraceCache, is_inexact, trace
 from jaxact._using import Override, current_override
 
 
@@ -71,7 +72,7 @@ def call_compressed(
     policy: Policy,
     seed: Array,
     *,
-    name: object = None,
+    name: Callable[..., Any] | None = None,
     cache: TraceCache | None = None,
     above: str | None = None,
     path: str = "",
@@ -91,10 +92,9 @@ def call_compressed(
     title = getattr(name or f, "__qualname__", str(name or f))
     override = current_override()
     policy = policy if override is None else override.policy
-    flat, values, rebuild = trace(f, args, kwargs, describe, cache)
+    flat, values, rebuild = trace(f, args, kwargs, describe, cache, name)
     above = current_path() if above is None else above
-    line = user_line()
-    site = Site(title, line.filename, line.number, line.instruction)
+    site = Site(title, *user_line()[:3])
     number = number_in_trace(join_paths(above, path), site)
     inside = flat.inside(path) if path else None
     flat, scope = (flat, "") if inside is None else (inside, path)

@@ -1,7 +1,12 @@
-"""The user's line that an equation comes from."""
+"""The user's line that an equation comes from, and the code behind a callable."""
 
+import functools
+import inspect
 import os
 import sys
+import types
+from collections.abc import Callable
+from typing import Any
 
 from jax.extend import source_info_util
 
@@ -46,3 +51,18 @@ def _folders() -> list[str]:
         else:
             places += (os.path.join(folder, "") for folder in folders)
     return places
+
+
+def code_of(target: Callable[..., Any]) -> types.CodeType:
+    """The code that a function runs, or that a class has as its `__call__`.
+
+    Raises:
+      AttributeError: it is not written in Python.
+    """
+    while isinstance(target, functools.partial):
+        target = target.func
+    for f in (target, target.__call__):
+        code = getattr(inspect.unwrap(f), "__code__", None)
+        if code is not None:
+            return code
+    raise AttributeError("__code__")

@@ -14,6 +14,7 @@ from jaxact._engine.warnings import CompressionWarning
 from jaxact._jaxpr.types import PyTree
 from jaxact._saved import Saved
 from jaxact._trace import is_inexact
+from jaxact._written_as import written_as
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +42,7 @@ class NoiseShare(Saved):
         )
 
 
+@written_as("noise_share(gradient, [first, second])")
 def noise_share(
     gradient: Callable[[PyTree, jax.Array], PyTree],
     batches: Iterable[PyTree],
@@ -130,7 +132,7 @@ def noise_share(
             f"jaxact: {found}; the limit is {limit:g}. Use more bits, or give them to "
             "the residuals that need them: jaxact.allocate.",
             CompressionWarning,
-            stacklevel=2,
+            stacklevel=3,
         )
     return found
 

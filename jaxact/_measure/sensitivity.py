@@ -24,6 +24,7 @@ from jaxact._modules.pure import first_of, pure_call
 from jaxact._plan.forward import active_of, with_active
 from jaxact._policy import Policy, checked_policy
 from jaxact._trace import is_array
+from jaxact._written_as import written_as
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Switch(Instrument):
         return program(decoded, cotangents), [zero for _ in packed]
 
 
+@written_as("sensitivity(loss, params, batch)")
 def sensitivity(
     loss_fn: Callable[..., PyTree],
     *args: PyTree,

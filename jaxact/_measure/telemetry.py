@@ -19,6 +19,7 @@ from jaxact._measure.instrument import Instrument, evaluate_instrumented
 from jaxact._measure.noise import Noise, evaluate_with_noise
 from jaxact._modules.pure import pure_call
 from jaxact._trace import is_inexact
+from jaxact._written_as import written_as
 
 # Upper limit for a ratio between noise and signal, where one draw leaves no signal.
 LARGEST = 100.0
@@ -237,6 +238,7 @@ def _text(residual: Rounded | None) -> str:
     return f"{residual.size} elements by {residual.action}"
 
 
+@written_as("telemetry(loss)")
 def telemetry(fn: Callable[..., PyTree]) -> Telemetry:
     """Measure, as `fn` is differentiated, the noise that rounding adds to gradients.
 

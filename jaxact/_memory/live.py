@@ -19,6 +19,7 @@ from jaxact._memory.size import Limited, checked_of, parsed
 from jaxact._pyplot import new_axis
 from jaxact._saved import Saved
 from jaxact._tabular import SMALL_SHARE, Column, Tabular, bytes_text
+from jaxact._written_as import written_as
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes  # pyright: ignore[reportMissingImports]
@@ -224,6 +225,7 @@ def _checked_length(name: str, value: object) -> int:
     )
 
 
+@written_as("live(step, params, batch)")
 def live(
     step: Callable[..., Any], *args: Any, target: str | None = None, **kwargs: Any
 ) -> Live:

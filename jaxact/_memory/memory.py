@@ -14,6 +14,7 @@ from jax.stages import Compiled
 
 from jaxact._memory.compiling import Device, compile_step
 from jaxact._tabular import Column, Tabular
+from jaxact._written_as import written_as
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ _COLUMNS: list[Column[Memory]] = [
 ]
 
 
+@written_as("memory(step, params, batch)")
 def memory(
     step: Callable[..., Any], *args: Any, target: str | None = None, **kwargs: Any
 ) -> Memory:

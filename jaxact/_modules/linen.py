@@ -14,6 +14,7 @@ import flax.linen as nn
 import jax
 from flax.core import Scope, lift
 
+from jaxact._arguments import Argument, arguments
 from jaxact._engine.call import call_compressed, seed_from
 from jaxact._flat import Kind
 from jaxact._jaxpr.labels import current_path
@@ -24,7 +25,6 @@ from jaxact._modules.original import original_of, remember
 from jaxact._modules.pickling import make_picklable
 from jaxact._policy import Policy
 from jaxact._residual import join_paths
-from jaxact._trace import Argument, arguments
 
 T = TypeVar("T")
 

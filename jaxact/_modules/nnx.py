@@ -15,6 +15,7 @@ import jax
 from flax import nnx
 from flax.errors import TraceContextError
 
+from jaxact._arguments import Argument, arguments
 from jaxact._engine.call import call_compressed, seed_from
 from jaxact._flat import Kind
 from jaxact._jaxpr.evaluate import is_traced
@@ -28,7 +29,6 @@ from jaxact._modules.pickling import make_picklable
 from jaxact._modules.pure import PureCall
 from jaxact._policy import Policy
 from jaxact._residual import join_paths
-from jaxact._trace import Argument, arguments
 
 T = TypeVar("T")
 

@@ -8,10 +8,11 @@ from typing import Any, SupportsIndex
 import jax
 import jax.numpy as jnp
 
+from jaxact._arguments import arguments
 from jaxact._flat import Flat
 from jaxact._modules.as_argument import with_module
 from jaxact._modules.find import for_state, for_states, for_target, modules_untouched
-from jaxact._trace import Rebuild, arguments, is_array, trace
+from jaxact._trace import Rebuild, is_array, trace
 
 
 @dataclasses.dataclass(frozen=True)

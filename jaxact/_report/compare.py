@@ -19,6 +19,7 @@ from jaxact._report.step import count_products, step_program, step_residuals
 from jaxact._saved import Saved
 from jaxact._tabular import SMALL_SHARE, Column, Tabular, bytes_text
 from jaxact._time.predicted import gpu_for, predict
+from jaxact._written_as import written_as
 
 # Stored residuals that shrink by more than a tenth should show in the compiled step.
 _SMALLER = 0.9
@@ -173,6 +174,7 @@ _COLUMNS: list[Column[ComparedStep]] = [
 ]
 
 
+@written_as("compare({'uncompressed': step, 'jaxact': small_step}, params, batch)")
 def compare(
     steps: Mapping[str, Callable[..., Any]],
     *args: Any,
@@ -225,7 +227,7 @@ def compare(
     rows = [_row(name, step, args, kwargs, target) for name, step in steps.items()]
     found = Comparison(tuple(rows))
     for message in found.warnings():
-        warnings.warn(f"jaxact: {message}", CompressionWarning, stacklevel=2)
+        warnings.warn(f"jaxact: {message}", CompressionWarning, stacklevel=3)
     return found
 
 

@@ -17,8 +17,10 @@ from jaxact._policy import Policy, checked_policy
 from jaxact._report.step import step_residuals
 from jaxact._report.table import ResidualTable
 from jaxact._report.tabulate import checkpointed_rows, tabulate
+from jaxact._written_as import written_as
 
 
+@written_as("residuals(loss, params, batch)")
 def residuals(
     fn: Callable[..., Any],
     *args: Any,

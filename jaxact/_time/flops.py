@@ -13,10 +13,12 @@ from jaxact._jaxpr.primitives import BARRIERS
 from jaxact._jaxpr.read import programs_in, variables_in
 from jaxact._jaxpr.types import Atom, ClosedJaxpr, Eqn, Jaxpr, Var
 from jaxact._memory.compiling import trace
+from jaxact._written_as import written_as
 
 _LOOPS = ("scan", "while")  # where an output can be an input of the next iteration
 
 
+@written_as("count_flops(step, params, batch)")
 def count_flops(step: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
     """Additions and multiplications in a step's matrix products and convolutions.
 

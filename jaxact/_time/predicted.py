@@ -22,6 +22,7 @@ from jaxact._time.roofline import (
     timed_kernels,
     total_seconds,
 )
+from jaxact._written_as import written_as
 
 
 @dataclass(frozen=True)
@@ -180,6 +181,7 @@ _COLUMNS: list[Column[Kernel]] = [
 ]
 
 
+@written_as("predicted_time(step, params, batch, target='h100')")
 def predicted_time(
     step: Callable[..., Any], *args: Any, target: str | None = None, **kwargs: Any
 ) -> PredictedTime:

@@ -280,6 +280,26 @@ def test_an_array_whose_value_is_asked_for_has_a_name():
     assert "arrays[2] is x. " in caught.value.__notes__[-1]
 
 
+class Branching:
+    def __call__(self, x):
+        return x if x.sum() > 0 else -x
+
+
+@pytest.mark.parametrize(
+    "f, name",
+    [
+        (Branching().__call__, "__call__"),
+        (Branching(), "Branching"),
+        (functools.partial(Branching.__call__, Branching()), "partial"),
+    ],
+)
+def test_errors_name_the_compressed_function(f, name):
+    """It was "the function <unknown>"."""
+    with pytest.raises(jax.errors.TracerBoolConversionError) as caught:
+        jaxact.compress(f)(X)
+    assert f"tracing the function {name} at {__file__}:" in str(caught.value)
+
+
 @pytest.mark.parametrize("target", [None, {"w": jnp.ones(3)}, 3, [layer]], ids=type)
 def test_targets_that_are_nothing_to_call(target):
     with pytest.raises(TypeError, match="a function is required") as caught:
