@@ -77,7 +77,8 @@ class Rule(Saved):
         derived from it.
       path: glob on a module's path, or on the end of it, for all that the module
         keeps: `attn` (or `attn/*`) is for `Net/block0/attn`, `Net/block0/attn/q` and
-        `Net/block0/attn/derivative`, `block?/mlp` for two components.
+        `Net/block0/attn/derivative`, `block?/mlp` for two components, '' for
+        a value in no module. Not a regular expression.
       primitive: name of the primitive that computed the residual.
       dtype: the residual's, as `jnp.bfloat16` or 'bfloat16'.
       min_bytes: least size, in bytes, of the uncompressed residual.

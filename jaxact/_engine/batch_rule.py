@@ -49,6 +49,12 @@ class _Call(_Primitive):
         found = self.rule(axis, draw, values, leaves, own)
         return self.call.batch(axis, args, dims) if found is None else found
 
+    def transpose(self, *args: object) -> Any:
+        raise TypeError(
+            "jaxact: jax.linear_transpose of a compressed function: use jax.vjp, or "
+            "the uncompressed function."
+        )
+
 
 def with_batch_rule(
     function: Callable[..., list[jax.Array]],

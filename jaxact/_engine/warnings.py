@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import difflib
 import fnmatch
+import re
 import threading
 import warnings
 import weakref
@@ -19,6 +20,11 @@ from jaxact._policy import RECOMPUTED_FROM_BITS, Policy, Rule
 from jaxact._recompute import Checkpoint, call_key, checkpoints_of
 from jaxact._residual import Residual, call_suffix
 
+# What a regular expression has and no path or name: a glob means these as they are.
+_REGEX = re.compile(r"[\\^$|()+]|\.\*")
+# Any number in a class of characters, and one in it.
+_ANY = re.compile(r"(\\[dws]|\[[^]]*\]|\.)[+*]")
+_ONE = re.compile(r"\\[dws]")
 # How many names a warning offers.
 _OFFERED = 3
 
@@ -158,6 +164,7 @@ def warn_about_rules(policy: Policy) -> None:
             warn(
                 watch.line,
                 f"jaxact: {checkpoint} matched no call of {calls}."
+                f"{_as_glob('path', checkpoint.path)}"
                 f"{_nearest_call(checkpoint, watch.prefixes)}",
             )
     watch.residuals.clear()
@@ -208,9 +215,33 @@ def _why_unused(
             f"{_others(len(keys) - 1)}, and the first that matches decides. Put it "
             "before that rule."
         )
+    suggestion = _misread(rule, residuals) + _suggestion(rule, residuals)
     return (
-        f"matched no residual of {calls}.{_suggestion(rule, residuals)} See "
-        "jaxact.residuals for the residuals that there are."
+        f"matched no residual of {calls}.{suggestion} See jaxact.residuals for the "
+        "residuals that there are."
+    )
+
+
+def _misread(rule: Rule, residuals: Sequence[Residual]) -> str:
+    """Where a condition is not written as rules read it; or ''."""
+    found = _as_glob("path", rule.path) or _as_glob("name", rule.name)
+    where = rule.where
+    if found or where is None or not residuals:
+        return found
+    has_answers = any(where(r) is not None for r in residuals)
+    return "" if has_answers else " Its where gave None: True or False is required."
+
+
+def _as_glob(condition: str, wanted: str | None) -> str:
+    """How to write a pattern that looks like a regular expression; '' for others."""
+    if wanted is None or not _REGEX.search(wanted):
+        return ""
+    glob = _ONE.sub("?", _ANY.sub("*", wanted.strip("^$")))
+    is_one = not _REGEX.search(glob)
+    write = f"{condition}={glob!r}" if is_one else "one for each alternative"
+    return (
+        f" Its {condition} is a glob, in which * stands for any text and ? for one "
+        f"character, not a regular expression: write {write}."
     )
 
 

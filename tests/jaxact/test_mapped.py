@@ -12,6 +12,7 @@ from jax import export, lax
 import jaxact
 from jaxact import Policy
 from jaxact._flat import Flat
+from jaxact._jaxpr.compat import HAS_GENERIC_BATCHING
 from support.programs import relative_error
 
 KEYS = jax.random.split(jax.random.key(0), 4)
@@ -230,3 +231,11 @@ def test_modules_under_the_maps_of_flax(step):
     (mapped, parameters), (direct, _) = step(True), step(False)
     found = bytes_at_peak(mapped, parameters, x)
     assert found < 1.05 * bytes_at_peak(direct, parameters, x)
+
+
+@pytest.mark.skipif(not HAS_GENERIC_BATCHING, reason="JAX 0.10 transposes the call")
+def test_a_transpose_is_refused_in_words():
+    """JAX asked for a method of a class in jaxact."""
+    double = jaxact.compress(lambda x: 2 * x)
+    with pytest.raises(TypeError, match="use jax.vjp, or the uncompressed function"):
+        jax.linear_transpose(double, X)(X)

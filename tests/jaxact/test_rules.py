@@ -103,6 +103,30 @@ def test_patterns(pattern, path, is_within):
     assert Rule(Exact(), path=pattern).matches(residual) is is_within
 
 
+@pytest.mark.parametrize(
+    "conditions, said",
+    [
+        ({"path": r"layer_\d+/.*"}, "write path='layer_*/*'."),
+        ({"path": r".*mlp.*"}, "write path='*mlp*'."),
+        ({"path": "^block"}, "write path='block'."),
+        ({"path": "(up|down)"}, "write one for each alternative."),
+        ({"name": r"mlp_\w"}, "write name='mlp_?'."),
+        ({"where": lambda residual: None}, "True or False is required."),
+        ({"where": lambda residual: False}, None),
+        ({"path": "block[0-9]"}, None),
+    ],
+)
+def test_conditions_that_are_not_read_as_they_are_meant(conditions, said):
+    """They were said to match nothing, and no more."""
+    policy = Policy(rules=(Rule(Exact(), **conditions),))
+    small = jaxact.compress(jnp.tanh, policy=policy)
+    with pytest.warns(CompressionWarning, match="matched no residual") as caught:
+        jax.grad(lambda x: small(x).sum())(X)
+    text = str(caught[0].message)
+    is_explained = "is a glob" in text or "is required" in text
+    assert said in text if said else not is_explained
+
+
 @jax.custom_vjp
 def attend(q, k, v):
     return jax.nn.softmax(q @ k.T) @ v
