@@ -343,6 +343,7 @@ def checked_policy(argument: str, policy: object) -> Policy:
     if isinstance(policy, Policy):
         return policy
     required = "a jaxact.Policy is required."
+    policy = getattr(policy, "__self__", policy)  # of a method that is not called
     held = getattr(policy, "policy", None)
     if isinstance(held, Policy) or callable(held):  # whose own text is long
         name = "allocation.policy()" if callable(held) else "plan.policy"

@@ -1,13 +1,17 @@
 """The calls that the backward pass computes again, by path."""
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 from jaxact._jaxpr.labels import visible
 from jaxact._residual import call_suffix, is_within
 from jaxact._saved import Saved
 from jaxact._written_as import written_as
+
+# For messages.
+_SUCH_AS = "jax.checkpoint_policies.dots_saveable or save_only_these_names('hidden')"
 
 
 @written_as("Checkpoint(path='mlp')")
@@ -63,10 +67,10 @@ class Checkpoint(Saved):
                     f"Checkpoint({name}={value!r}): a str is required, such as "
                     f"{name}='Net/block0'."
                 )
-        if self.save is not None and not callable(self.save):
+        if self.save is not None and not _is_policy(self.save):
             raise TypeError(
                 f"Checkpoint(save={self.save!r}): a jax.checkpoint policy is required, "
-                "such as jax.checkpoint_policies.dots_saveable."
+                f"such as {_SUCH_AS}."
             )
 
     def matches(self, prefix: str) -> bool:
@@ -101,12 +105,28 @@ def checked(recompute: object) -> Recomputation:
         several = tuple(recompute)
         if all(isinstance(one, Checkpoint) for one in several):
             return several or None
-    elif callable(recompute) and recompute is not Checkpoint:
+    elif _is_policy(recompute):
         return recompute
     raise TypeError(
         f"Policy(recompute={recompute!r}): a jax.checkpoint policy is required, such "
-        "as jax.checkpoint_policies.dots_saveable, or one or more jaxact.Checkpoint."
+        f"as {_SUCH_AS}, or one or more jaxact.Checkpoint."
     )
+
+
+def _is_policy(f: object) -> TypeGuard[Callable[..., Any]]:
+    """Whether JAX can ask it, with a primitive, the inputs' types and parameters.
+
+    Half of `jax.checkpoint_policies` are no policies, but make one from names.
+    """
+    if not callable(f) or isinstance(f, type):
+        return False
+    try:
+        inspect.signature(f).bind(None, None, parameter=None)
+    except ValueError:  # compiled code has no signature
+        return True
+    except TypeError:
+        return False
+    return True
 
 
 def checkpoints_of(recompute: Recomputation) -> tuple[Checkpoint, ...]:

@@ -101,6 +101,11 @@ class _Using(threading.local):
         self._entered.pop().__exit__(kind, error, traceback)
 
     def __call__(self, f: _F) -> _F:
+        if not callable(f):
+            raise TypeError(
+                f"jaxact.using(...)(<{type(f).__name__}>): a function is required: "
+                "write using(policy)(step)(params)."
+            )
         if runs_later(f):
             raise TypeError(
                 f"jaxact.using(...)({f!r}): a generator or coroutine function runs "
@@ -148,10 +153,19 @@ def using(policy: Policy) -> _Using:
       >>> [row.action.bits for row in table.rows]
       [2, 2]
     """
-    if callable(policy) and not isinstance(policy, type):
-        name = getattr(policy, "__name__", type(policy).__name__)
+    _refuse_function(policy)
+    return _Using(checked_policy("jaxact.using(", policy))
+
+
+def _refuse_function(policy: object) -> None:
+    """Refuse the function to decorate, in the place that its policy has.
+
+    Raises:
+      TypeError: it is one, jitted or not.
+    """
+    if inspect.isfunction(policy) or hasattr(policy, "__wrapped__"):
+        name = getattr(policy, "__name__", "...")
         raise TypeError(
             f"jaxact.using({name}): a jaxact.Policy is required, then the function: "
             "write using(policy)(step), or with using(policy): step(params)."
         )
-    return _Using(checked_policy("jaxact.using(", policy))

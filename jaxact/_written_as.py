@@ -77,10 +77,10 @@ def _problem(
     return None
 
 
-def _steps(first: object) -> list[Callable[..., Any]]:
+def _steps(first: Any) -> list[Callable[..., Any]]:
     """The functions that a report is about: `compare` takes several, by name."""
     several = first.values() if isinstance(first, Mapping) else [first]
-    return [f for f in several if callable(f) and not isinstance(f, type)]
+    return [f for f in several if inspect.isroutine(f) or hasattr(f, "__wrapped__")]
 
 
 def _text(args: Sequence[object], kwargs: Mapping[str, object]) -> str:
@@ -90,6 +90,6 @@ def _text(args: Sequence[object], kwargs: Mapping[str, object]) -> str:
 
 def _short(value: object) -> str:
     """A value in few words; an array's numbers would say nothing here."""
-    if isinstance(value, str | int | float | Sequence | Mapping | None):
+    if isinstance(value, str | int | float | Sequence | None):
         return reprlib.repr(value)
     return getattr(value, "__name__", f"<{type(value).__name__}>")

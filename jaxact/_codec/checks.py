@@ -113,7 +113,10 @@ def checked_dtype(argument: str, value: DTypeLike | None) -> np.dtype:
     try:
         if value is None:  # float64 to NumPy
             raise TypeError
-        return jnp.dtype(value)
+        dtype = jnp.dtype(value)
+        if not hasattr(jnp, dtype.name):  # 'f16' is 16 bytes to NumPy, float128
+            raise TypeError
+        return dtype
     except TypeError:
         raise TypeError(
             f"{argument}{value!r}): a dtype is required: write jnp.bfloat16, another "

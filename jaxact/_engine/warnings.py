@@ -192,9 +192,10 @@ def _suggestion(rule: Rule, residuals: Iterable[Residual]) -> str:
         offer = _offer(condition, getattr(rule, condition), names)
         if offer:
             return offer
+    known["dtype"] = {str(r.dtype) for r in residuals}
     for condition, names in known.items():
         wanted, there = getattr(rule, condition), names - {""}
-        if wanted is not None and there and not fnmatch.filter(there, wanted):
+        if wanted is not None and there and not fnmatch.filter(there, str(wanted)):
             short = sorted(there, key=lambda name: (len(name), name))[:_OFFERED]
             return f" Here are {', '.join(f'{condition}={n!r}' for n in short)}."
     return ""

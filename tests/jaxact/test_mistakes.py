@@ -103,6 +103,7 @@ MISTAKES = {
     "Rule(dtype='float33')": (lambda: Rule(Exact(), dtype="float33"), "jnp.bfloat16"),
     "min_bytes='1MB'": (lambda: Rule(Exact(), min_bytes="1MB"), "min_bytes=2**20"),
     "Cast('bf16')": (lambda: Cast("bf16"), "'bfloat16'"),
+    "Cast('f16')": (lambda: Cast("f16"), "'bfloat16'"),  # float128 to NumPy
     "Quantize(stochastic='no')": (
         lambda: Quantize(2, stochastic="no"),
         "True (unbiased) or False (to nearest)",
@@ -133,12 +134,6 @@ MISTAKES = {
     "allocate(residuals)": (
         lambda: jaxact.allocate(jaxact.residuals(loss, W), bits=2),
         "jaxact.sensitivity",
-    ),
-    "policy=allocation": (
-        lambda: jaxact.compress(
-            layer, policy=jaxact.allocate(jaxact.sensitivity(loss, W), bits=2)
-        ),
-        "policy=allocation.policy()",
     ),
     "memory(array)": (
         lambda: jaxact.memory(loss(W)),
@@ -342,8 +337,13 @@ WRONG = {
     ),
     "Policy(recompute)": (
         lambda v: Policy(recompute=v),
-        (3, jaxact.Checkpoint),
-        "one or more jaxact.Checkpoint",
+        (3, jaxact.Checkpoint, checkpoint_policies.save_only_these_names),
+        "or save_only_these_names('hidden'), or one or more jaxact.Checkpoint",
+    ),
+    "compress(policy)": (
+        lambda v: jaxact.compress(layer, policy=v),
+        (ALLOCATED, ALLOCATED.policy),
+        "policy=allocation.policy()",
     ),
 }
 

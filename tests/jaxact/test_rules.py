@@ -112,6 +112,7 @@ def test_patterns(pattern, path, is_within):
         ({"path": "(up|down)"}, "write one for each alternative."),
         ({"name": r"mlp_\w"}, "write name='mlp_?'."),
         ({"where": lambda residual: None}, "True or False is required."),
+        ({"dtype": "bfloat16"}, "Here are dtype='float32'."),
         ({"where": lambda residual: False}, None),
         ({"path": "block[0-9]"}, None),
     ],

@@ -6,6 +6,7 @@ import inspect
 import pickle
 import re
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
@@ -68,6 +69,10 @@ MISTAKES = {
         "using(policy)(step)",
     ),
     "using(step)": (lambda: jaxact.using(step), "using(policy)(step)"),
+    "using(policy)(step(w, x))": (
+        lambda: jaxact.using(Policy())(step(X, X)),
+        "write using(policy)(step)(params)",
+    ),
     "plan without a budget": (
         lambda: jaxact.plan(step, X, X),
         "argument: 'budget'",
@@ -112,6 +117,8 @@ def test_errors_inside_are_as_they_were():
         jaxact.memory(fails, X)
     with pytest.raises(TypeError, match=re.escape("Rule(name=3)")):
         Rule(Exact(), name=3)
+    with pytest.raises(TypeError, match="an instance of the Linen module Dense"):
+        jaxact.residuals(nn.Dense(4), {}, X)  # its call takes one argument
 
 
 @pytest.mark.parametrize(
