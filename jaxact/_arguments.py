@@ -70,7 +70,8 @@ def arguments(
             if a not in known and a not in positions:
                 raise ValueError(
                     f"compress({option}=...): {a!r} is no argument of "
-                    f"{getattr(f, '__name__', f)}, whose arguments are {known}. "
+                    f"{getattr(f, '__name__', type(f).__name__)}, whose arguments are "
+                    f"{known}. "
                     "Give names or positions of its arguments."
                 )
 

@@ -3,8 +3,8 @@
 import dataclasses
 import functools
 import types
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, get_origin, overload
 
 import jax
@@ -19,7 +19,7 @@ from jaxact._policy import Policy, checked_policy
 from jaxact._trace import TraceCache
 from jaxact._typing import C, Compress, Compressed, M, P, R
 from jaxact._using import runs_later
-from jaxact._written_as import written_as
+from jaxact._written_as import fits, written_as
 
 _AS_DECORATOR = object()  # no target: the result takes it
 
@@ -206,13 +206,30 @@ class _Options:
             seed = seed_from(rounding_key)
             name = _class_name(f, args)
             scope = jax.named_scope(scope_in_trace(name)) if name else nullcontext()
-            with scope, find.modules_untouched():
+            with scope, find.modules_untouched(), _noting_options(f, args, kwargs):
                 return call_compressed(
                     f, args, kwargs, describe, self.policy, seed, cache=cache
                 )
 
         remember(compressed, f, self.activations, self.static_argnums)
         return compressed
+
+
+@contextmanager
+def _noting_options(
+    f: Callable[..., Any], args: Sequence[object], kwargs: Mapping[str, object]
+) -> Iterator[None]:
+    """A context for a call; where its arguments do not fit, options may be meant."""
+    try:
+        yield
+    except TypeError as error:
+        if not fits(f, args, kwargs):
+            error.add_note(
+                "jaxact: beside its own arguments a compressed function takes a "
+                "rounding_key, by keyword; compress itself takes the options: "
+                "compress(f, policy=Policy(bits=2), activations='x')."
+            )
+        raise
 
 
 def _class_name(f: Callable[..., Any], args: Sequence[object]) -> str:
@@ -252,6 +269,8 @@ def _as_option(target: object) -> str:
         return f" Options are given by keyword: @compress(activations={target!r})."
     if isinstance(target, Policy | Action | int) and not isinstance(target, bool):
         return " Options are given by keyword: @compress(policy=Policy(bits=2))."
+    if callable(getattr(target, "apply", None)):  # Haiku's pair with init
+        return " Compress its apply: compress(net.apply, activations=...)."
     return ""
 
 

@@ -1,14 +1,13 @@
 """The calls that the backward pass computes again, by path."""
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias, TypeGuard
 
 from jaxact._jaxpr.labels import visible
 from jaxact._residual import call_suffix, is_within
 from jaxact._saved import Saved
-from jaxact._written_as import written_as
+from jaxact._written_as import fits, written_as
 
 # For messages.
 _SUCH_AS = "jax.checkpoint_policies.dots_saveable or save_only_these_names('hidden')"
@@ -120,13 +119,7 @@ def _is_policy(f: object) -> TypeGuard[Callable[..., Any]]:
     """
     if not callable(f) or isinstance(f, type):
         return False
-    try:
-        inspect.signature(f).bind(None, None, parameter=None)
-    except ValueError:  # compiled code has no signature
-        return True
-    except TypeError:
-        return False
-    return True
+    return fits(f, (None, None), {"parameter": None})
 
 
 def checkpoints_of(recompute: Recomputation) -> tuple[Checkpoint, ...]:

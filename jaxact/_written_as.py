@@ -77,6 +77,19 @@ def _problem(
     return None
 
 
+def fits(
+    f: Callable[..., Any], args: Sequence[object], kwargs: Mapping[str, object]
+) -> bool:
+    """Whether a function takes these arguments, as far as its signature tells."""
+    try:
+        inspect.signature(f).bind(*args, **kwargs)
+    except ValueError:  # compiled code has no signature
+        return True
+    except TypeError:
+        return False
+    return True
+
+
 def _steps(first: Any) -> list[Callable[..., Any]]:
     """The functions that a report is about: `compare` takes several, by name."""
     several = first.values() if isinstance(first, Mapping) else [first]

@@ -150,9 +150,11 @@ def haiku_block():
 
 
 def test_a_haiku_class_is_refused_with_the_line_to_write():
-    _, block = haiku_block()
+    hk, block = haiku_block()
     with pytest.raises(TypeError, match=r"compress\(hk.transform\(f\).apply"):
         jaxact.compress(block)
+    with pytest.raises(TypeError, match=r"Compress its apply: compress\(net.apply"):
+        jaxact.compress(hk.transform(lambda x: block()(x)))
 
 
 def test_haiku_around_apply():

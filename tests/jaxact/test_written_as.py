@@ -121,6 +121,19 @@ def test_errors_inside_are_as_they_were():
         jaxact.residuals(nn.Dense(4), {}, X)  # its call takes one argument
 
 
+@pytest.mark.parametrize("options", [{"policy": Policy()}, {"bits": 2}, {}])
+def test_options_at_the_call_are_pointed_to_compress(options):
+    """The message is Python's, about the user's own function."""
+    args = (X, X) if options else (X, X, jax.random.key(0))
+    with pytest.raises(TypeError, match="loss") as raised:
+        small(*args, **options)
+    notes = "".join(raised.value.__notes__)
+    assert "a rounding_key, by keyword" in notes and "compress(f, policy=" in notes
+    with pytest.raises(TypeError) as raised:
+        small(X, "x")
+    assert "rounding_key" not in "".join(raised.value.__notes__)
+
+
 @pytest.mark.parametrize(
     "value",
     [Policy(2, rules=(Rule(Exact(), path="mlp"),)), Checkpoint("mlp"), Cast("float16")],
