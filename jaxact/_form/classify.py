@@ -130,31 +130,39 @@ class _Finder:
         """Note an exact output's cost; False if it is better stored as a base."""
         classes = self.classes
         cost, needed = self._bytes(v), frozenset([v])
-        sources = set(variables_in(eqn.invars))
-        # Not kept: a cast weight, a broadcast mean, an embedded row.
-        is_count = _is_count(eqn, classes)
-        is_told = all(map(classes.is_exact, sources)) and not eqn.effects
-        is_told = is_told and (is_count or is_cheap(eqn))
-        is_evaluated_again = False
-        if is_told:
-            needed_again = frozenset().union(*(classes.needed[x] for x in sources))
-            cost_again = sum(classes.cost[x] for x in needed_again)
-            is_evaluated_again = cost_again <= cost
-            if is_evaluated_again:
-                cost, needed = cost_again, needed_again
+        told = self._told(eqn)
+        again = told if told is not None and told[0] <= cost else None
+        cost, needed = again or (cost, needed)
         if is_float(v) and v.aval.size > self.small_size:
             # Near a pole: log(p) times random numbers, or a product of softmaxes that
             # is normalized again, has slopes of any size there.
-            if is_told and not classes.spared.isdisjoint(sources):
+            if told and not classes.spared.isdisjoint(variables_in(eqn.invars)):
                 classes.spared.add(v)
             elif self._is_worth_a_codec(v, cost) and not (
-                is_count and is_evaluated_again
+                again and _is_count(eqn, classes)
             ):
                 return False
-        if is_evaluated_again:
+        if again:
             classes.cheap.add(v)
         classes.cost[v], classes.needed[v] = cost, needed
         return True
+
+    def _told(self, eqn: Eqn) -> tuple[float, frozenset[Var]] | None:
+        """The values that an equation's outputs are computed again from, if they are.
+
+        A cast weight, a broadcast mean, an embedded row.
+
+        Returns:
+          Their bytes, where they are kept, and the values; None: it is not cheap, or
+          an operand is rounded.
+        """
+        classes, sources = self.classes, set(variables_in(eqn.invars))
+        if eqn.effects or not all(map(classes.is_exact, sources)):
+            return None
+        if not _is_count(eqn, classes) and not is_cheap(eqn):
+            return None
+        needed = frozenset().union(*(classes.needed[x] for x in sources))
+        return sum(classes.cost[x] for x in needed), needed
 
     def _bytes(self, v: Var) -> float:
         """Those that keeping it takes; of a mask a bit for each element."""
