@@ -114,3 +114,21 @@ def test_a_soft_actor_critics_loss(key):
     # Exact slopes leave the noise of inputs, half of a 255th of a range of 8.
     error = gradient_error(f, params, X, *key, policy=Policy(8), argnums=(0, 1))
     assert error < 4 / 255
+
+
+def test_a_sample_from_parts_of_a_larger_output():
+    """The parts are exact, where all of the output would be more than twice as large.
+
+    With the sample exact in their place, the deviation's slope held tanh's own, which
+    ended beside the logarithm's pole.
+    """
+
+    def f(w, x):
+        hidden = x @ w
+        mean, log_std = hidden[:, :16], jnp.clip(hidden[:, 16:32], -20, 2)
+        noise = jax.random.normal(jax.random.key(3), mean.shape)
+        action = jnp.tanh(mean + jnp.exp(log_std) * noise)
+        return jnp.log(1 - action**2 + 1e-6).sum(-1) - action.sum(-1)
+
+    w = MATRIX[:, :48] / 2
+    assert gradient_error(f, w, X[:128], policy=Policy(8)) < 0.02
