@@ -55,7 +55,9 @@ POLES = {
     "log1p": -1.0,
     "acosh": 1.0,
 }
-WITH_POLES = frozenset(POLES) | {"pow", "div"}
+# At both ends, too. Angles of a classifier (ArcFace) are far from both: their cosines
+# are packed, but a sum over each row, the cosine of a rotation, is exact.
+WITH_POLES = frozenset(POLES) | frozenset("pow div asin acos".split())
 # Piecewise constant.
 STEPS = frozenset("sign round floor ceil is_finite stop_gradient".split()) | COMPARISONS
 _INTEGER = frozenset(

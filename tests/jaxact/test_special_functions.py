@@ -39,3 +39,20 @@ def test_a_special_function_of_any_argument_has_its_gradient(f):
         lambda w, x: f(x @ w), W, X, policy=Policy(bits=8), argnums=(0, 1)
     )
     assert error < 0.05
+
+
+def test_angles_of_rotations():
+    """One slope of arccos, where a rotation is near its target, had all others' noise.
+
+    With the cosines exact, a number for each quaternion, the slopes are.
+    """
+    unit = lambda q: q / jnp.linalg.norm(q, axis=-1, keepdims=True)
+    true = jax.random.normal(jax.random.key(3), (64, 4))
+
+    def f(w, x):
+        cosines = (unit(x @ w) * unit(x @ true)).sum(-1)
+        return jnp.arccos(jnp.clip(jnp.abs(cosines), 0, 1 - 1e-6))
+
+    w = true + 0.02 * jax.random.normal(jax.random.key(1), (64, 4))
+    x = jax.random.normal(jax.random.key(2), (256, 64))
+    assert gradient_error(f, w, x, policy=Policy(bits=8)) < 0.02
