@@ -6,6 +6,7 @@ With `measured`, a `jaxact.Sensitivity`, each measured residual has its own bits
 
 import dataclasses
 import math
+import reprlib
 from collections.abc import Mapping
 
 import jax
@@ -39,6 +40,7 @@ from jaxact._codec.checks import checked_bits, checked_int, checked_number
 from jaxact._policy import Policy, Rule
 from jaxact._residual import Residual
 from jaxact._saved import Saved
+from jaxact._written_as import written_as
 
 __all__ = [
     "PACKED_NAME",
@@ -92,6 +94,7 @@ _SHARED_LEVELS = {
 }
 
 
+@written_as("policies.actnn(3, measured=measured)")
 def actnn(level: int = 3, *, measured: Sensitivity | None = None) -> Policy:
     """ActNN's levels (Chen et al. 2021, arXiv:2104.14129).
 
@@ -125,7 +128,7 @@ def actnn(level: int = 3, *, measured: Sensitivity | None = None) -> Policy:
     texts = {n: text for n, (text, _) in (_FIXED_LEVELS | _SHARED_LEVELS).items()}
     levels = "; ".join(f"{n}: {text}" for n, text in texts.items())
     level = checked_int(
-        level, texts, f"actnn({level!r}): a level is required. {levels}."
+        level, texts, f"actnn({reprlib.repr(level)}): a level is required. {levels}."
     )
     if level in _FIXED_LEVELS:
         if measured is not None:
@@ -142,6 +145,7 @@ def actnn(level: int = 3, *, measured: Sensitivity | None = None) -> Policy:
     return allocate(measured, bits=2, ladder=range(1, 9)).policy(base, action)
 
 
+@written_as("policies.gact(4, measured=measured)")
 def gact(bits: float = 4, *, measured: Sensitivity | None = None) -> Policy:
     """GACT's bits (Liu et al. 2022, arXiv:2206.11357).
 
@@ -169,13 +173,14 @@ def gact(bits: float = 4, *, measured: Sensitivity | None = None) -> Policy:
     bits = checked_number(
         bits,
         lambda x: 0 < x <= 8,
-        f"gact({bits!r}): bits above 0 and at most 8 are required, such as 2.5. To "
-        "keep all use Policy(default=Exact()).",
+        f"gact({reprlib.repr(bits)}): bits above 0 and at most 8 are required, such as "
+        "2.5. To keep all use Policy(default=Exact()).",
     )
     base = Policy(bits=math.ceil(bits))
     return base if measured is None else allocate(measured, bits=bits).policy(base)
 
 
+@written_as("policies.division(2)")
 def division(bits: int = 2, block: int = 8) -> Policy:
     """DIVISION (Wang et al. 2023, arXiv:2208.04187): block means, and few bits.
 
@@ -206,6 +211,7 @@ def division(bits: int = 2, block: int = 8) -> Policy:
     return Policy(default=DualPrecision(bits, block))
 
 
+@written_as("policies.acgc(0.1, measured=measured)")
 def acgc(e2: float = 0.1, *, measured: Sensitivity | None = None) -> Policy:
     """Bits for a bound on the error, AC-GC's idea (Evans and Aamodt, NeurIPS 2021).
 
@@ -249,6 +255,7 @@ def acgc(e2: float = 0.1, *, measured: Sensitivity | None = None) -> Policy:
 _VERBS = ("device", "offload", "remat", "compress", "compress:BITS")
 
 
+@written_as("policies.by_name({'mlpwi': 'compress:2'})")
 def by_name(actions: Mapping[str, str | Action], bits: int = 4) -> Policy:
     """The policy for named values, as the configurations of MaxText write it.
 
@@ -275,8 +282,8 @@ def by_name(actions: Mapping[str, str | Action], bits: int = 4) -> Policy:
     """
     if not isinstance(actions, Mapping):
         raise TypeError(
-            f"policies.by_name({actions!r}): a mapping from names to actions is "
-            "required, such as {'mlpwi': 'compress:2'}."
+            f"policies.by_name({reprlib.repr(actions)}): a mapping from names to "
+            "actions is required, such as {'mlpwi': 'compress:2'}."
         )
     chosen = {name: _action(name, word, bits) for name, word in actions.items()}
     kept = {n: a for n, a in chosen.items() if not isinstance(a, Recompute)}

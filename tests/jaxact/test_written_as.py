@@ -64,6 +64,10 @@ MISTAKES = {
         "allocate(<Sensitivity>, 2): too many positional arguments",
         "Write allocate(measured, bits=2).",
     ),
+    "actnn(3, measured)": (
+        lambda: jaxact.policies.actnn(3, COSTS),
+        "Write policies.actnn(3, measured=measured).",
+    ),
     "using(policy, step)": (
         lambda: jaxact.using(Policy(), step),
         "using(policy)(step)",
