@@ -77,4 +77,4 @@ def _may_be_mapped() -> bool:
     It does not right inside a derivative: each example has a gradient of its own.
     """
     trace: Any = jex.find_top_trace(())
-    return type(trace).__name__ in ("BatchTrace", "DynamicJaxprTrace")
+    return type(trace).__name__ not in ("EvalTrace", "JVPTrace", "LinearizeTrace")

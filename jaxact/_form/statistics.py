@@ -27,6 +27,7 @@ from jaxact._jaxpr.read import (
     is_literal,
     keeps_elements,
     programs_in,
+    sums_rows,
     variables_in,
 )
 from jaxact._jaxpr.types import Jaxpr, Var
@@ -62,7 +63,8 @@ def find_statistics(program: Program) -> Set[Var]:
             numbers.add(v)
         if v in divisors:
             continue
-        if eqn.primitive.name in REDUCTIONS | SCATTERS | {"reduce_window_sum"}:
+        is_sum = eqn.primitive.name in REDUCTIONS | SCATTERS | {"reduce_window_sum"}
+        if is_sum or sums_rows(eqn):
             is_smaller = v.aval.size < max(x.aval.size for x in inputs)
             if is_smaller and v in magnified:
                 statistics.add(v)

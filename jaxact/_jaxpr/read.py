@@ -197,6 +197,14 @@ def contracts(eqn: Eqn) -> bool:
     return len(axes) > 0
 
 
+def sums_rows(eqn: Eqn) -> bool:
+    """Whether a product gives a number for each row: `einsum("bi,bi->b", x, y)`."""
+    if eqn.primitive.name != "dot_general" or not contracts(eqn):
+        return False
+    _, (batch, _) = eqn.params["dimension_numbers"]
+    return len(batch) == len(eqn.outvars[0].aval.shape)
+
+
 def scales_rows(eqn: Eqn, x: Var) -> bool:
     """Whether a product multiplies each row of `x` with a number, in their order."""
     if eqn.primitive.name != "dot_general" or contracts(eqn):
