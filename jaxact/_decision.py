@@ -3,7 +3,10 @@
 import dataclasses
 import enum
 
-from jaxact._codec import Action, Bias, Codec
+import jax.numpy as jnp
+
+from jaxact._codec import Action, Bias, Codec, Exact
+from jaxact._codec.parts import for_complex
 from jaxact._residual import Residual
 
 
@@ -110,3 +113,17 @@ class Decision:
         if self.bias is Bias.EXACT:
             return self
         return dataclasses.replace(self.with_remark(remark), bias=Bias.BIASED)
+
+
+def applied(
+    action: Action, residual: Residual, reason: Reason, rule: int | None = None
+) -> Decision:
+    """The decision to store a residual by an action, or exactly if that declines."""
+    is_complex = jnp.issubdtype(residual.dtype, jnp.complexfloating)
+    declined = action.declines(residual.shape, residual.dtype)
+    if declined is not None and is_complex and isinstance(action, Codec):
+        action = for_complex(action)
+        declined = action.declines(residual.shape, residual.dtype)
+    if declined is None:
+        return Decision(residual, action, reason, rule, action.bias)
+    return Decision(residual, Exact(), reason, rule, declined=declined)

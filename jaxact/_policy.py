@@ -22,7 +22,7 @@ from jaxact._codec import (
     Recompute,
 )
 from jaxact._codec.checks import checked_bits, checked_dtype, checked_int
-from jaxact._decision import Decision, Reason
+from jaxact._decision import Decision, Reason, applied
 from jaxact._recompute import Recomputation, checked, recomputation_of
 from jaxact._residual import Residual, is_within
 from jaxact._saved import Saved
@@ -168,9 +168,10 @@ class Policy(Saved):
     """Which action keeps which residual.
 
     The first rule that matches decides. A residual that no rule matches goes to
-    `default`; without one, floats are quantized to `bits`, booleans take one bit, and
-    small statistics, integers, keys and complex numbers stay exact, also from a default
-    that would round them.
+    `default`; without one, floats are quantized to `bits`, as are a complex number's
+    parts, booleans take one bit, and small statistics, integers, keys, and complex
+    numbers that others are computed from stay exact, also from a default that would
+    round them.
 
     Attributes:
       bits: for `Quantize(bits)`, where there is no `default`; not read otherwise. Below
@@ -272,28 +273,30 @@ class Policy(Saved):
         for index, rule in enumerate(self.rules):
             if rule.matches(residual):
                 action = _for_residual(rule.action, residual, statistic)
-                return _apply(action, residual, Reason.RULE, index)
+                return applied(action, residual, Reason.RULE, index)
         small = residual.size < SMALL_SIZE or residual.size <= small_size
-        is_float = jnp.issubdtype(residual.dtype, jnp.floating)
-        spared = is_float and (statistic or small)
+        is_float = jnp.issubdtype(residual.dtype, jnp.inexact)
+        is_complex = jnp.issubdtype(residual.dtype, jnp.complexfloating)
+        is_replayed = is_complex and residual.is_recomputed_from
+        spared = is_replayed or (is_float and (statistic or small))
         few_bits = _few_bits(residual)
         is_lossless = self.default is not None and self.default.is_lossless
         if self.default is not None and (is_lossless or not (spared or few_bits)):
-            return _apply(self.default, residual, Reason.DEFAULT)
+            return applied(self.default, residual, Reason.DEFAULT)
         if few_bits is not None and not small:
             is_mask = residual.dtype == jnp.bool_
             reason = Reason.MASK if is_mask else Reason.INTEGERS
-            decision = _apply(few_bits, residual, reason)
+            decision = applied(few_bits, residual, reason)
             if isinstance(self.default, Offload):
                 moved = Offload(decision.codec)
                 return dataclasses.replace(decision, action=moved)
             return decision
-        if not (is_float or few_bits):
+        if is_replayed or not (is_float or few_bits):
             return Decision(residual, Exact(), Reason.NOT_FLOAT)
         if spared or few_bits:
             reason = Reason.SMALL if small else Reason.STATISTIC
             return Decision(residual, Exact(), reason)
-        return _apply(self._action_for(residual), residual, Reason.BITS)
+        return applied(self._action_for(residual), residual, Reason.BITS)
 
 
 def _few_bits(residual: Residual) -> Bitmask | Bitfield | None:
@@ -315,15 +318,6 @@ def _for_residual(action: Action, residual: Residual, statistic: bool) -> Action
     if few_bits is None or not (is_again or is_declined):
         return action
     return Offload(few_bits) if isinstance(action, Offload) else few_bits
-
-
-def _apply(
-    action: Action, residual: Residual, reason: Reason, rule: int | None = None
-) -> Decision:
-    declined = action.declines(residual.shape, residual.dtype)
-    if declined is None:
-        return Decision(residual, action, reason, rule, action.bias)
-    return Decision(residual, Exact(), reason, rule, declined=declined)
 
 
 def _matches_any(residual: Residual, pattern: str) -> bool:

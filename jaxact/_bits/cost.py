@@ -71,7 +71,7 @@ class Cost(Saved):
 
     Attributes:
       key: the residual's (`Residual.key`).
-      size: elements, over all copies.
+      size: elements, over all copies; a complex one counts as two real ones.
       itemsize: bytes per element when exact.
       variance: stored at b bits, the residual adds variance * S(b) to the gradient:
         the error's expected squared norm. S(1) is 1, and S is that of the format in

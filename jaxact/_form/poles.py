@@ -8,8 +8,6 @@ exact both factors cancel as they do without rounding.
 
 from collections.abc import Mapping, Sequence, Set
 
-import jax.numpy as jnp
-
 from jaxact._form.chooser import Chooser
 from jaxact._form.pole_arguments import MIXING, arguments_near_poles
 from jaxact._form.returned import values_returned
@@ -175,11 +173,5 @@ def sources_behind(
 
 
 def _is_passed(eqn: Eqn, cheap: Set[str]) -> bool:
-    """Whether sources are looked for behind an equation.
-
-    Not in complex numbers, which a codec leaves as they are: the size of a Fourier
-    coefficient takes half of its bytes.
-    """
-    dtypes = [x.aval.dtype for x in variables_in(eqn.invars)]
-    is_complex = any(jnp.issubdtype(t, jnp.complexfloating) for t in dtypes)
-    return eqn.primitive.name in cheap and not eqn.effects and not is_complex
+    """Whether sources are looked for behind an equation."""
+    return eqn.primitive.name in cheap and not eqn.effects

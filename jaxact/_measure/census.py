@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxact._bits.cost import Cost, levels_variance
 from jaxact._bits.widths import least_bits
 from jaxact._codec import Action
+from jaxact._codec.parts import Parts
 from jaxact._flat import Flat
 from jaxact._jaxpr.compat import open_jaxpr
 from jaxact._jaxpr.primitives import CHECKPOINTS
@@ -25,7 +26,7 @@ class Rounded(NamedTuple):
     """The residuals that share a key.
 
     Attributes:
-      size: elements, over all copies.
+      size: elements, over all copies; a complex one counts as two real ones.
       itemsize: bytes of an element when exact.
       bits: an element's as stored, to the nearest from 1 on.
       action: that stores it.
@@ -67,15 +68,18 @@ def census(
     # A checkpoint's forward pass also marks residuals that it does not keep.
     for eqn, copies in _marks(without_unused(jaxpr)):
         decision = eqn.params["decision"]
-        bits, key = _bits(decision.action), decision.residual.key
+        action, parts, key = decision.action, 1, decision.residual.key
+        if isinstance(action, Parts):
+            action, parts = action.codec, 2
+        bits = _bits(action)
         if bits is not None:
-            size = math.prod(eqn.params["shape"]) * copies
+            size = math.prod(eqn.params["shape"]) * copies * parts
             is_linear = decision.bias.is_noise
             if key in rounded:
                 size += rounded[key].size
                 is_linear = is_linear and rounded[key].is_linear
-            itemsize = decision.residual.dtype.itemsize
-            facts = size, itemsize, bits, decision.action, is_linear
+            itemsize = decision.residual.dtype.itemsize // parts
+            facts = size, itemsize, bits, action, is_linear
             rounded[key] = Rounded(key, *facts)
     return tuple(rounded.values())
 

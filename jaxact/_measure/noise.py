@@ -217,7 +217,7 @@ def _sum_in_groups(x: jax.Array, axis: int, groups: int) -> jax.Array:
 
 
 def _squares(x: Array) -> jax.Array:
-    return jnp.square(jnp.asarray(x).astype(jnp.float32))
+    return jnp.square(jnp.abs(jnp.asarray(x)).astype(jnp.float32))
 
 
 def _deviation(i: int, v: Var, variance: Array) -> jax.Array:

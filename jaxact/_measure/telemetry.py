@@ -39,7 +39,7 @@ class NoiseGauge(Instrument):
     ) -> tuple[PyTree, jax.Array]:
         stored = decision.codec.encode(x, seed)
         error = decision.codec.decode(stored, x.shape, x.dtype) - x
-        squares = jnp.square(error.astype(jnp.float32))
+        squares = jnp.square(jnp.abs(error).astype(jnp.float32))
         return stored, jnp.mean(squares, axis=_pooled(x.shape), keepdims=True)
 
     def restore(self, packed: Packed) -> jax.Array:

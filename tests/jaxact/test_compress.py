@@ -202,7 +202,7 @@ def test_a_residual_that_is_also_an_output():
     assert relative_error(vjp(jnp.ones_like(y))[0], y) < 0.02
 
 
-def test_nothing_is_kept_for_integers_keys_and_complex():
+def test_nothing_is_kept_for_integers_and_keys():
     def f(x, n, key):
         noise = jax.random.normal(key, x.shape)
         return jnp.real(jnp.exp(1j * x.astype(jnp.complex64))) * noise + n[:, None]
@@ -212,8 +212,8 @@ def test_nothing_is_kept_for_integers_keys_and_complex():
     small = jaxact.compress(f, policy=Policy(bits=8))
     gradient = lambda f: jax.grad(lambda x: f(x, *args[1:]).sum())(X)
     assert relative_error(gradient(small), gradient(f)) < 0.05
-    dtypes = {row.dtype: row.action for row in jaxact.residuals(small, *args).rows}
-    assert dtypes[np.dtype("complex64")] == Exact()
+    rows = jaxact.residuals(small, *args).rows
+    assert all(np.issubdtype(row.dtype, np.inexact) for row in rows)
 
 
 class Layer:

@@ -1,5 +1,6 @@
 """Rules: first match wins, each condition narrows, bad requests say what to do."""
 
+import dataclasses
 import ntpath
 import os
 import re
@@ -29,6 +30,7 @@ from jaxact import (
     Rotated,
     Rule,
 )
+from jaxact._codec.parts import Parts
 from jaxact._residual import Residual
 
 HIDDEN = Residual(
@@ -38,6 +40,8 @@ HIDDEN = Residual(
     name="mlp_hidden",
     path="Net/block0/mlp/up",
 )
+SPECTRUM = Residual((64, 256), np.dtype("complex64"))
+REPLAYED_SPECTRUM = dataclasses.replace(SPECTRUM, is_recomputed_from=True)
 
 
 def decide(policy, residual=HIDDEN, small_size=512):
@@ -83,7 +87,8 @@ def test_first_match_wins():
         (HIDDEN, Quantize(4), "policy bits"),
         (Residual((64, 256), np.dtype(bool)), Bitmask(), "one bit is exact"),
         (Residual((64, 256), np.dtype("int32")), Exact(), "int32 stays exact"),
-        (Residual((64, 256), np.dtype("complex64")), Exact(), "complex64 stays exact"),
+        (SPECTRUM, Parts(Quantize(4)), "policy bits"),
+        (REPLAYED_SPECTRUM, Exact(), "complex64 stays exact"),
         (Residual((512,), np.dtype("float32")), Exact(), "small"),
         (Residual((513,), np.dtype("float32")), Quantize(4), "policy bits"),
     ],

@@ -109,6 +109,14 @@ def two_outputs(p, x):
 
 
 W = (WIDTH, WIDTH)
+
+
+def spectral(p, x):
+    """A convolution by transforms, as in Hyena and in FNO: residuals are complex."""
+    spectrum = jnp.fft.rfft(x @ p["w"])
+    return jnp.fft.irfft(spectrum * jnp.fft.rfft(p["kernel"])[None]) @ p["v"]
+
+
 PROGRAMS = [
     Program("dense", dense, {"w": W, "v": W}, is_linear_in_residuals=True),
     Program("gelu_mlp", gelu_mlp, {"up": (WIDTH, 256), "down": (256, WIDTH)}),
@@ -127,6 +135,12 @@ PROGRAMS = [
     Program("branches", branches, {"w": W}, is_linear_in_residuals=True),
     Program("jitted", jitted, {"w": W}),
     Program("bfloat16", bfloat16, {"w": W}, is_linear_in_residuals=True),
+    Program(
+        "spectral",
+        spectral,
+        {"w": W, "kernel": (WIDTH,), "v": W},
+        is_linear_in_residuals=True,
+    ),
     Program("two_outputs", two_outputs, {"w": W}, is_linear_in_residuals=True),
 ]
 
