@@ -86,7 +86,8 @@ class Codec(Action, Generic[Stored]):
     for a codec that computes in float32 and declines float64, and `is_free_of_axes` for
     one that may get an array with its axes in another order, that in which it lies in
     memory. `bias` and `bits` may be class attributes, fields or properties. Policies,
-    tables, measurements and transforms ask for nothing more.
+    tables, measurements and transforms ask for nothing more. A codec that declines
+    complex arrays gets both parts as a real one, with an axis more before the last.
 
     `encode` and `decode` are traced, once for each residual, so shapes are static and
     both must work under `jit`, `vmap` and `scan`. A stored value is any pytree whose
