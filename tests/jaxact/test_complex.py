@@ -11,6 +11,8 @@ from jaxact import Adaptive, Bias, Dithered, Exact, Offload, Policy, Quantize, R
 from jaxact._codec.parts import Parts, for_complex
 from support.programs import gradient_error, relative_error
 
+pytestmark = pytest.mark.unoptimized
+
 T, D = 64, 32
 X = jax.random.normal(jax.random.key(0), (4, T, D))
 W = jax.random.normal(jax.random.key(1), (D, D)) / 6

@@ -9,6 +9,8 @@ import pytest
 
 import jaxact
 
+pytestmark = pytest.mark.unoptimized
+
 W = {
     "up": jax.random.normal(jax.random.key(0), (16, 64)) / 4,
     "down": jax.random.normal(jax.random.key(1), (64, 16)) / 8,
