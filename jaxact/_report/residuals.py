@@ -71,14 +71,6 @@ def residuals(
     flat, values, _ = call.trace()
     if argnums == ():
         return step_residuals(without_unused(flat.jaxpr))
-    if argnums is None and returns_own_gradient(flat):
-        name = getattr(fn, "__qualname__", str(fn))
-        warn(
-            user_line(),
-            f"jaxact: {name} takes a gradient itself, and these are the residuals of "
-            "that gradient's own derivative. Give the function whose gradient it "
-            "takes, or residuals(step, ..., argnums=()) lists those of the gradient.",
-        )
     active = call.differentiated(values, argnums)
     run = lambda _, *values: flat(*values)
     try:
@@ -90,6 +82,14 @@ def residuals(
         count = len(values) - len(call.owners)
         active = [False] * count + active[count:]
         forward = trace_forward(run, np.uint32(0), values, active)
+    if argnums is None and returns_own_gradient(flat):
+        name = getattr(fn, "__qualname__", str(fn))
+        warn(
+            user_line(),
+            f"jaxact: {name} takes a gradient itself, and these are the residuals of "
+            "that gradient's own derivative. Give the function whose gradient it "
+            "takes, or residuals(step, ..., argnums=()) lists those of the gradient.",
+        )
     table = tabulate(forward.jaxpr, forward.residuals, ["seed", *flat.paths])
     recomputed = checkpointed_rows(forward.used_backward)
     return dataclasses.replace(table, checkpointed=recomputed)
