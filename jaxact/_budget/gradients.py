@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from jaxact._jaxpr.flow import fact_of, flow
 from jaxact._jaxpr.labels import module_path, visible
-from jaxact._jaxpr.read import num_bytes, variables_in
+from jaxact._jaxpr.read import is_backward, num_bytes, variables_in
 from jaxact._jaxpr.types import Eqn, Jaxpr, Var
 from jaxact._residual import is_within
 
@@ -42,12 +42,12 @@ def _gradients(program: Jaxpr) -> dict[Var, Eqn]:
     arguments = {kind(v) for v in program.invars}
     read: set[Var] = set()
     for eqn in program.eqns:
-        if not _is_backward(eqn):
+        if not is_backward(eqn):
             read.update(variables_in(eqn.invars))
     return {
         v: eqn
         for eqn in program.eqns
-        if _is_backward(eqn)
+        if is_backward(eqn)
         for v in eqn.outvars
         if v in read and kind(v) in arguments
     }
@@ -55,7 +55,7 @@ def _gradients(program: Jaxpr) -> dict[Var, Eqn]:
 
 def _waiting(program: Jaxpr, gradients: Sequence[Var]) -> set[Var]:
     """Gradients that are in one result with another one."""
-    after = [eqn for eqn in program.eqns if not _is_backward(eqn)]
+    after = [eqn for eqn in program.eqns if not is_backward(eqn)]
     info = program.debug_info._replace(arg_names=None)
     update = program.replace(
         constvars=[], invars=list(gradients), eqns=after, debug_info=info
@@ -67,7 +67,3 @@ def _waiting(program: Jaxpr, gradients: Sequence[Var]) -> set[Var]:
         if bits.bit_count() > 1:
             together |= bits
     return {v for i, v in enumerate(gradients) if together >> i & 1}
-
-
-def _is_backward(eqn: Eqn) -> bool:
-    return "transpose(" in str(eqn.source_info.name_stack)

@@ -14,7 +14,7 @@ from jax.interpreters import mlir
 from jaxact._engine.lines import user_line
 from jaxact._engine.warnings import warn
 from jaxact._flat import Flat
-from jaxact._jaxpr.read import programs_in
+from jaxact._jaxpr.read import is_backward, programs_in
 from jaxact._jaxpr.types import Jaxpr
 from jaxact._plan.mark import identity
 
@@ -60,9 +60,8 @@ def returns_own_gradient(flat: Flat) -> bool:
 
 
 def _has_gradient(jaxpr: Jaxpr) -> bool:
-    """Whether JAX has named an equation as one of a backward pass."""
+    """Whether a gradient is taken in a program, however deep."""
     return any(
-        "transpose(" in str(eqn.source_info.name_stack)
-        or any(map(_has_gradient, programs_in(eqn)))
+        is_backward(eqn) or any(map(_has_gradient, programs_in(eqn)))
         for eqn in jaxpr.eqns
     )

@@ -197,6 +197,11 @@ def contracts(eqn: Eqn) -> bool:
     return len(axes) > 0
 
 
+def is_backward(eqn: Eqn) -> bool:
+    """Whether JAX has named it as one in the backward pass of a gradient."""
+    return "transpose(" in str(eqn.source_info.name_stack)
+
+
 def sums_rows(eqn: Eqn) -> bool:
     """Whether a product gives a number for each row: `einsum("bi,bi->b", x, y)`."""
     if eqn.primitive.name != "dot_general" or not contracts(eqn):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from jaxact._jaxpr.compat import custom_vjp_body, open_jaxpr
 from jaxact._jaxpr.primitives import PRODUCTS
-from jaxact._jaxpr.read import call_body, programs_in, variables_in
+from jaxact._jaxpr.read import call_body, is_backward, programs_in, variables_in
 from jaxact._jaxpr.rewrite import without_unused
 from jaxact._jaxpr.types import ClosedJaxpr, Eqn, Jaxpr, Var
 from jaxact._report.table import ResidualRow, ResidualTable
@@ -31,11 +31,10 @@ def step_residuals(jaxpr: Jaxpr) -> ResidualTable:
     backward: list[Eqn] = []
     recomputed: list[ResidualRow] = []
     for eqn in jaxpr.eqns:
-        stack = str(eqn.source_info.name_stack)
-        if "transpose(" in stack:
+        if is_backward(eqn):
             backward.append(eqn)
             read.update(dict.fromkeys(variables_in(eqn.invars)))
-        elif "jvp(" in stack:
+        elif "jvp(" in str(eqn.source_info.name_stack):
             made.update(eqn.outvars)
         else:
             for body in _bodies(eqn):
