@@ -3,8 +3,6 @@
 import dataclasses
 import enum
 
-import jax.numpy as jnp
-
 from jaxact._codec import Action, Bias, Codec, Exact
 from jaxact._codec.parts import for_complex
 from jaxact._residual import Residual
@@ -119,9 +117,8 @@ def applied(
     action: Action, residual: Residual, reason: Reason, rule: int | None = None
 ) -> Decision:
     """The decision to store a residual by an action, or exactly if that declines."""
-    is_complex = jnp.issubdtype(residual.dtype, jnp.complexfloating)
     declined = action.declines(residual.shape, residual.dtype)
-    if declined is not None and is_complex and isinstance(action, Codec):
+    if declined is not None and residual.is_complex and isinstance(action, Codec):
         action = for_complex(action)
         declined = action.declines(residual.shape, residual.dtype)
     if declined is None:

@@ -276,8 +276,7 @@ class Policy(Saved):
                 return applied(action, residual, Reason.RULE, index)
         small = residual.size < SMALL_SIZE or residual.size <= small_size
         is_float = jnp.issubdtype(residual.dtype, jnp.inexact)
-        is_complex = jnp.issubdtype(residual.dtype, jnp.complexfloating)
-        is_replayed = is_complex and residual.is_recomputed_from
+        is_replayed = residual.is_complex and residual.is_recomputed_from
         spared = is_replayed or (is_float and (statistic or small))
         few_bits = _few_bits(residual)
         is_lossless = self.default is not None and self.default.is_lossless

@@ -93,6 +93,11 @@ class Residual:
         return join_paths(self.path, label) + self.call
 
     @property
+    def is_complex(self) -> bool:
+        """Whether its elements have two parts."""
+        return self.dtype.kind == "c"
+
+    @property
     def size(self) -> int:
         """Elements, over all copies."""
         return math.prod(self.shape) * self.stacked
