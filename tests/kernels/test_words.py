@@ -1,6 +1,8 @@
 """Bit order: planar, no bit wasted, the same as the NumPy twin."""
 
 import functools
+import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -61,3 +63,16 @@ def test_fields_are_the_powers_of_two_widest_first():
     assert [words.widths(bits) for bits in range(1, 9)] == [
         (1,), (2,), (2, 1), (4,), (4, 1), (4, 2), (4, 2, 1), (8,),
     ]  # fmt: skip
+
+
+@every_width
+def test_no_shift_is_a_multiple_of_an_iota(bits):
+    """XLA computes it as an array, and XLA:GPU joins decodings that read it."""
+    unpack = jax.jit(functools.partial(words.unpack_slots, bits=bits))
+    shape = jax.ShapeDtypeStruct((4, words.num_words(256, bits)), np.uint32)
+    program = unpack.lower(shape).as_text()
+    arrays = [json.loads(found) for found in re.findall(r"dense<(\[.*?\])>", program)]
+    assert arrays or bits == 1  # that one's may be an iota
+    for array in map(np.array, arrays):
+        step = array.flat[1] - array.flat[0]
+        assert step == 1 or not np.array_equal(array, step * np.arange(array.size))
