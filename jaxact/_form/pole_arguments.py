@@ -164,7 +164,7 @@ def arguments_near_poles(program: Program) -> Arguments:
 def _is_guard(eqn: Eqn, intervals: Mapping[Var, Interval]) -> bool:
     """Whether it adds a number that keeps its result off a pole at zero."""
     added = [interval_of(x, intervals) for x in eqn.invars]
-    is_small = any(0 < lo <= hi < MARGIN for lo, hi in added)
+    is_small = any(0 <= lo <= hi < MARGIN and hi > 0 for lo, hi in added)
     return eqn.primitive.name == "add" and is_small
 
 

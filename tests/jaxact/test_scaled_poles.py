@@ -113,3 +113,17 @@ def test_a_gate_for_each_head():
     rate, a = jnp.tile(PARAMS["rate"], 2), jnp.tile(PARAMS["gate"], (2, 1))[:, :HEADS]
     args = rate, a, jnp.concatenate([X, X[::-1]], 1)
     assert gradient_error(f, *args, policy=Policy(bits=8), jit=True) < 0.03
+
+
+def test_sums_moved_off_zero_are_near_it():
+    """As a causal Performer's: those of a loop erred by 1.5 gradients at 8 bits."""
+
+    def f(w, x):
+        z = x @ w
+        step = lambda total, row: (total + row, total + row)
+        sums = jax.lax.scan(step, jnp.zeros_like(z[0]), z * z)[1]
+        is_near = (sums <= 1e-4).astype(z.dtype)
+        return jnp.tanh(z) / (sums + is_near * 2e-4)
+
+    w, x = jax.random.normal(jax.random.key(0), (2, 64, 64))
+    assert gradient_error(f, w / 3, x, policy=Policy(8), argnums=(0, 1)) < 0.032
