@@ -29,6 +29,7 @@ class Reason(enum.Enum):
     DIVIDED_BY = "something is divided by it, or its logarithm or root is taken"
     ORDERED = "the backward pass sorts it again, or finds its largest elements"
     BENT_AGAIN = "a loop with a nonlinear state is computed from it again"
+    UNDONE = "a loop has earlier sums from the last one and it, by subtraction"
     SHORT_NORM = "it is normalized over only a few values"
     COMPLEMENT = "a number minus its sum comes near a pole, as in 1 / (1 - |u|^2)"
     WEIGHTED = "it is multiplied by its own exponential, as in sum(p log p)"

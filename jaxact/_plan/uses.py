@@ -144,6 +144,8 @@ class Uses:
       ordered: its elements, or those of something computed from it, are put in order.
       bent_again: a loop computes a state from it that is nonlinear in itself a step
         before, which may magnify an error with each step.
+      undone: a loop subtracts from it, or subtracts it, to have earlier sums from the
+        last one: these are smaller, and their error is not.
       returned: a custom rule returns it as a gradient, as those for products in 8-bit
         floats return the history of largest elements.
     """
@@ -154,6 +156,7 @@ class Uses:
     solved: int = 0
     ordered: int = 0
     bent_again: int = 0
+    undone: int = 0
     returned: int = 0
 
     @property
@@ -167,6 +170,7 @@ class Uses:
             Reason.SOLVED_WITH: self.solved,
             Reason.ORDERED: self.ordered,
             Reason.BENT_AGAIN: self.bent_again,
+            Reason.UNDONE: self.undone,
         }
 
 
@@ -316,6 +320,7 @@ def _scan(eqn: Eqn, operands: Sequence[Value], uses: Uses) -> list[Value]:
             break
         inputs[carry] = joined
     _note_bent_again(eqn.params["jaxpr"], carry, inputs, uses)
+    _note_undone(eqn.params["jaxpr"], carry, inputs, uses)
     return results
 
 
@@ -332,11 +337,33 @@ def _while(eqn: Eqn, operands: Sequence[Value], uses: Uses) -> list[Value]:
             break
         carry = joined
     inputs = [*body_consts, *carry]
-    _note_bent_again(
-        eqn.params["body_jaxpr"], slice(num_body, len(inputs)), inputs, uses
-    )
+    states = slice(num_body, len(inputs))
+    _note_bent_again(eqn.params["body_jaxpr"], states, inputs, uses)
+    _note_undone(eqn.params["body_jaxpr"], states, inputs, uses)
     _inside(eqn.params["cond_jaxpr"], [*test_consts, *carry], uses)
     return carry
+
+
+def _note_undone(
+    body: ClosedJaxpr, carry: slice, inputs: Sequence[Value], uses: Uses
+) -> None:
+    """Note the roundings in a state that steps are subtracted from, and in these.
+
+    A causal Performer (Choromanski et al. 2021, arXiv:2009.14794) has the sums for its
+    first tokens from those for all of them: with their errors, of 2 gradients at 8
+    bits.
+    """
+    jaxpr, _ = open_jaxpr(body)
+    lessened = {
+        eqn.outvars[0]: eqn.invars[0]
+        for eqn in jaxpr.eqns
+        if eqn.primitive.name == "sub"
+    }
+    states = zip(jaxpr.invars[carry], jaxpr.outvars, inputs[carry], strict=False)
+    for v, result, state in states:
+        is_undone = not is_literal(result) and lessened.get(result) is v
+        if is_undone and not state.has_cotangent:
+            uses.undone |= state.bits
 
 
 def _note_bent_again(

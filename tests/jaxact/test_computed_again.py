@@ -102,3 +102,46 @@ def test_linear_recurrences_and_running_maxima_are_computed_from_8_bits(f):
     rows = jaxact.residuals(small, w, x).rows
     assert not [row for row in rows if "nonlinear state" in row.why]
     assert [row for row in rows if row.action == Quantize(8)]
+
+
+@jax.custom_vjp
+def running(q, k, v):
+    """The products of queries with the sums over k v.T so far: causal attention."""
+    return running_forward(q, k, v)[0]
+
+
+def running_forward(q, k, v):
+    def step(total, qkv):
+        total = total + jnp.outer(*qkv[1:])
+        return total, qkv[0] @ total
+
+    total, out = jax.lax.scan(step, jnp.zeros((q.shape[1], v.shape[1])), (q, k, v))
+    return out, (total, q, k, v)
+
+
+def running_backward(kept, ct):
+    def step(totals, qkv_ct):
+        total, total_ct = totals
+        q, k, v, ct = qkv_ct
+        total_ct = total_ct + jnp.outer(q, ct)
+        cts = total @ ct, total_ct @ v, k @ total_ct
+        return (total - jnp.outer(k, v), total_ct), cts
+
+    total, *qkv = kept
+    totals = total, jnp.zeros_like(total)
+    return jax.lax.scan(step, totals, (*qkv, ct), reverse=True)[1]
+
+
+running.defvjp(running_forward, running_backward)
+
+
+def test_sums_that_a_loop_has_by_subtraction_are_exact():
+    """The first sums, of few tokens, erred by 0.06 gradients at 8 bits."""
+
+    def f(q, k, v):
+        q, k = jnp.exp(q / 2), jnp.exp(k / 2)
+        totals = jax.lax.stop_gradient((q * jnp.cumsum(k, 0)).sum(-1, keepdims=True))
+        return running(q, k, v) / totals
+
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 64, 16))
+    assert gradient_error(f, q, k, v, policy=Policy(8), jit=True) < 0.02
