@@ -25,7 +25,7 @@ def is_cut_at_groups(part: Var, whole: Var, chooser: Chooser) -> bool:
         if len(inexact) != 1:
             return False
         (v,) = inexact
-    return all(n % _GROUP == 0 for n in (shape[-1], *_extent(cut, part)))
+    return all(n % _GROUP == 0 for n in (*shape[-1:], *_extent(cut, part)))
 
 
 def _inexact_inputs(v: Var, chooser: Chooser) -> list[Var]:

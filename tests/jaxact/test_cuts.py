@@ -86,3 +86,16 @@ def test_a_rule_about_a_whole_is_one_about_its_parts():
     policy = Policy(4, rules=[Rule(Quantize(2), key=key)])
     (row,) = [r for r in rows(f, policy) if r.shape == (T, WIDE)]
     assert row.action == Quantize(2)
+
+
+def test_a_number_has_no_parts():
+    """Its ReLU is one, and it is stored as a whole."""
+    det = jnp.linalg.det
+
+    def f(x):
+        volume = jax.lax.cond(x[0, 0] > 0, det, det, x)
+        return jnp.log(jnp.maximum(volume, 0.0) + 1e-3)
+
+    matrix = 2 * jnp.eye(8)
+    gradient = jax.grad(jaxact.compress(f, policy=Policy(8)))(matrix)
+    np.testing.assert_allclose(gradient, jax.grad(f)(matrix), rtol=1e-5)
