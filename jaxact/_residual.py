@@ -11,6 +11,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax.numpy as jnp
+
 from jaxact._jaxpr.compat import open_jaxpr
 from jaxact._jaxpr.labels import (
     BODIES,
@@ -95,7 +97,7 @@ class Residual:
     @property
     def is_complex(self) -> bool:
         """Whether its elements have two parts."""
-        return self.dtype.kind == "c"
+        return jnp.issubdtype(self.dtype, jnp.complexfloating)  # keys have no kind
 
     @property
     def size(self) -> int:

@@ -262,3 +262,14 @@ def test_a_policy_like_one_before_is_not_told_about_what_is_computed_again(recwa
             jax.jit(jax.grad(lambda w, x, loss=loss: loss(w, x)))(W, X)
     told = [str(w.message) for w in recwarn if "matched no residual" in str(w.message)]
     assert told and all("key='layer9'" in message for message in told)
+
+
+def test_a_scan_over_keys():
+    def layers(x, keys):
+        step = lambda x, key: (jnp.tanh(x) * jax.random.uniform(key, x.shape), 0)
+        return jax.lax.scan(step, x, keys)[0]
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    small = compressed(Policy(recompute=SAVE.nothing_saveable), layers)
+    table = jaxact.residuals(lambda x: small(x, keys).sum(), X)
+    assert table.stored_bytes < table.exact_bytes
