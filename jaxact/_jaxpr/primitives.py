@@ -85,9 +85,9 @@ EXTREMES = frozenset(["reduce_max", "reduce_min"])
 RUNNING_EXTREMES = frozenset(["cummax", "cummin"])
 # Reductions of segments (their updates have more elements than the result), such as
 # the sums of a softmax over a graph's edges.
-SCATTERS = frozenset(
-    "scatter-add scatter_add scatter-max scatter_max scatter-min scatter_min "
-    "scatter-mul scatter_mul".split()
+SEGMENT_EXTREMES = frozenset("scatter-max scatter_max scatter-min scatter_min".split())
+SCATTERS = SEGMENT_EXTREMES | frozenset(
+    "scatter-add scatter_add scatter-mul scatter_mul".split()
 )
 # Of each element the sum or an extreme over devices, or over a mapped axis.
 COLLECTIVES = frozenset("psum psum2 psum_invariant pmax pmin".split())

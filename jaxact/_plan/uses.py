@@ -29,6 +29,7 @@ from jaxact._jaxpr.primitives import (
     POLES,
     PRODUCTS,
     RUNNING_EXTREMES,
+    SEGMENT_EXTREMES,
     SELECTIONS,
     SOLVERS,
 )
@@ -75,6 +76,7 @@ _NONLINEAR_IN_ALL = (
     ELEMENTWISE
     | EXTREMES
     | RUNNING_EXTREMES
+    | SEGMENT_EXTREMES
     | frozenset(
         "sort top_k reduce_prod cumprod reduce_window_max reduce_window_min".split()
     )
@@ -273,7 +275,7 @@ def _elementary(eqn: Eqn, operands: Sequence[Value], uses: Uses) -> Value:
         uses.ordered |= first.extreme & second.bits | second.extreme & first.bits
     uses.nonlinear |= known.bits
     others = _union([o for o in operands if not everything and o.has_cotangent])
-    if name in EXTREMES:
+    if name in EXTREMES or name in SEGMENT_EXTREMES:
         return (others | known.after_kink())._replace(extreme=known.bits)
     is_kink = name in PIECEWISE or name in RUNNING_EXTREMES
     return others | (known.after_kink() if is_kink else known.after_nonlinear())

@@ -25,11 +25,13 @@ def experts(x, w):
     return (w.T[chosen] * scores[..., None]).sum(1)
 
 
+NODES = jnp.arange(64) * 7 % 16  # that edges lead to
 ORDERED = {
     "experts": experts,
     "quantile": lambda x, w: jnp.quantile(x @ w, 0.3, axis=-1),
     "largest": lambda x, w: w.T[jnp.argmax(x @ w, -1)] * x,
     "pooled": lambda x, w: jnp.max(x @ w, axis=-1, keepdims=True) * x,
+    "gathered": lambda x, w: jax.ops.segment_max(x @ w, NODES, 16)[NODES] * x,
 }
 
 
