@@ -8,6 +8,7 @@ file holds no code: a function is saved only as a name in `jax.checkpoint_polici
 
 import dataclasses
 import enum
+import functools
 import math
 import operator
 import sys
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 T = TypeVar("T", bound="Saved")
@@ -97,7 +99,7 @@ def _encode(value: object, call: str, place: str) -> Any:
         if math.isfinite(value):
             return value
         return None if value == math.inf else str(value)
-    if isinstance(value, np.dtype):
+    if isinstance(value, np.dtype) or value in _key_types().values():
         return str(value)
     if isinstance(value, tuple):
         return [_encode(part, call, f"{place}[{i}]") for i, part in enumerate(value)]
@@ -111,6 +113,21 @@ def _encode(value: object, call: str, place: str) -> Any:
         f"{call}: {place}={value!r} cannot be saved, because it is {kind}. Save the "
         f"rest without it, and set it after loading with dataclasses.replace."
     )
+
+
+def dtype_named(text: str) -> np.dtype:
+    """The dtype that is saved as this text."""
+    return _key_types().get(text) or jnp.dtype(text)
+
+
+@functools.cache
+def _key_types() -> dict[str, np.dtype]:
+    """The dtypes that the keys of JAX's generators have, which NumPy has not."""
+    found = {}
+    for name in ("threefry2x32", "rbg", "unsafe_rbg"):
+        key = jax.eval_shape(functools.partial(jax.random.key, impl=name), 0)
+        found[str(key.dtype)] = key.dtype
+    return found
 
 
 def _decode(data: Any) -> Any:

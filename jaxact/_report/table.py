@@ -6,14 +6,13 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
 from jaxact._codec import Action, Bias, Exact
 from jaxact._policy import Rule
 from jaxact._report.bars import plot_modules
 from jaxact._report.by_module import ModuleRow, ModuleTable, module_table
-from jaxact._saved import Saved
+from jaxact._saved import Saved, dtype_named
 from jaxact._tabular import SMALL_SHARE, Column, Tabular, bytes_text, large_and_small
 
 if TYPE_CHECKING:
@@ -63,7 +62,7 @@ class ResidualRow(Saved):
 
     def __post_init__(self) -> None:
         if isinstance(self.dtype, str):  # as it is saved
-            object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
+            object.__setattr__(self, "dtype", dtype_named(self.dtype))
         object.__setattr__(self, "bias", Bias(self.bias))
 
     @property

@@ -104,6 +104,17 @@ def test_tables():
     assert data["stored_bytes"] == sum(row["stored_bytes"] for row in data["rows"])
 
 
+def test_a_table_with_keys():
+    """A checkpoint keeps the key that it draws dropout from."""
+    draw = jax.checkpoint(lambda key, x: x * jax.random.uniform(key, x.shape))
+    for impl in ("threefry2x32", "rbg"):
+        key, x = jax.random.key(0, impl=impl), jnp.ones((16, 64))
+        small = jaxact.compress(lambda x, key=key: draw(jax.random.fold_in(key, 1), x))
+        table = jaxact.residuals(small, x)
+        assert key.dtype in [row.dtype for row in table.rows]
+        assert through_json(table) == table
+
+
 def test_memory_and_live_arrays():
     x = jax.ShapeDtypeStruct((64, 64), np.float32)
     step = lambda x: (x @ x) @ x
