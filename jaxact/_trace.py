@@ -23,7 +23,6 @@ from jaxact._flat import Flat, Kind
 from jaxact._jaxpr.compat import open_jaxpr
 from jaxact._jaxpr.evaluate import trace_jitted
 from jaxact._jaxpr.labels import numbered
-from jaxact._jaxpr.rewrite import without_unused
 from jaxact._jaxpr.source import code_of
 from jaxact._jaxpr.types import Array
 from jaxact._read_values import are_same, read_values, written_in
@@ -276,7 +275,6 @@ def trace(
     if cache is not None:
         cache.keep(on_arrays, jitted)
     jaxpr, consts = open_jaxpr(closed)
-    jaxpr = without_unused(jaxpr)  # in loops as well: a sum over layers, not returned
     given = tuple(kinds[i] for i in dynamic)
     # A loss whose arguments are modules alone closes over its batch: usual in NNX.
     has_data = any(kind is not Kind.PARAMETER for kind in given)

@@ -208,8 +208,7 @@ def _key(eqn: Eqn, inputs: Sequence[Atom]) -> Hashable | None:
 
 def without_unused(jaxpr: Any) -> Jaxpr:
     """`jaxpr` without equations that no output needs, also inside calls and loops."""
-    every = [True] * len(jaxpr.outvars)
-    used: Any = partial_eval.dce_jaxpr(jaxpr, every, instantiate=True)[0]
+    used: Any = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
     return used
 
 

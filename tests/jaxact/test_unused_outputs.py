@@ -155,19 +155,3 @@ def test_an_unused_output_costs_no_memory_on_a_gpu():
         jaxact.memory(network(block), *shapes(), target="h100").temp_bytes
     )
     assert bytes_of(with_hidden) <= 1.02 * bytes_of(mlp)
-
-
-def test_a_penalty_that_a_loop_sums_up_and_nobody_returns_is_not_stored():
-    def layers(x, has_penalty):
-        def layer(carry, _):
-            x, total = carry
-            penalty = jnp.exp(jnp.sin(x)) if has_penalty else 0.0
-            return (jnp.tanh(3 * x), total + penalty), None
-
-        return lax.scan(layer, (x, jnp.zeros_like(x)), None, length=2)[0][0]
-
-    def stored(has_penalty):
-        small = jaxact.compress(lambda x: layers(x, has_penalty).sum())
-        return jaxact.residuals(small, jnp.ones((ROWS, WIDTH))).stored_bytes
-
-    assert stored(True) == stored(False)
