@@ -22,7 +22,6 @@ from jaxact._engine.late import decoded_late, has_checkpoints
 from jaxact._engine.ordered import ordered_evaluator, product_by_product
 from jaxact._engine.shared import TABLE, with_shared_operand
 from jaxact._engine.storage import BackwardProgram, Packed, Probe, Storage
-from jaxact._engine.sums import is_in_steps
 from jaxact._engine.unused import UsedPart, used_part
 from jaxact._jaxpr.compat import barrier
 from jaxact._jaxpr.evaluate import in_mesh_of, is_traced, value_of
@@ -176,8 +175,7 @@ def _evaluator(plan: StoragePlan, inputs: BackwardInputs) -> Evaluator:
     # the tests takes 476 MiB on a CPU, else 496 (on an H100 as much as before).
     if plan.policy.recompute is None and has_checkpoints(backward.eqns):
         return decoded_late
-    is_evaluated = any(map(is_in_steps, backward.eqns))
-    return equation_by_equation if is_evaluated else _directly
+    return equation_by_equation
 
 
 def _directly(

@@ -1,19 +1,25 @@
 """Evaluate a backward pass so that each residual is decoded where it is first read.
 
+A weight's gradient is a product of a residual and a cotangent, and nothing waits for
+it. XLA would decode the residual when the backward pass of its call starts, and keep it
+until the cotangent is there. So it is packed until then: 493 instead of 542 MiB for
+ResNet-50 at 2 bits on an H100, in the same predicted time.
+
 Sums over few rows take two steps, see `sums.py`.
 """
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import TypeAlias
 
 import jax
 
+from jaxact._engine.lone import lone_barrier
 from jaxact._engine.sums import is_in_steps, sum_in_steps
 from jaxact._jaxpr.compat import open_jaxpr
 from jaxact._jaxpr.evaluate import bind, value_of
 from jaxact._jaxpr.primitives import MATMULS
-from jaxact._jaxpr.read import programs_in, variables_in
+from jaxact._jaxpr.read import is_float, num_bytes, programs_in, variables_in
 from jaxact._jaxpr.rewrite import prune
 from jaxact._jaxpr.types import Env, Eqn, Jaxpr, PyTree, Var
 
@@ -69,6 +75,10 @@ class Order:
         """Whether it is a product on whose result a later one depends."""
         return has_product(eqn) and not self.continuing.isdisjoint(eqn.outvars)
 
+    def ends(self, eqn: Eqn) -> bool:
+        """Whether it is a product that no later one depends on: a weight's gradient."""
+        return has_product(eqn) and self.continuing.isdisjoint(eqn.outvars)
+
     def before(self, eqn: Eqn, known: Collection[Var]) -> list[Eqn]:
         """Equations that do not depend on the cotangents, but `eqn` on them.
 
@@ -113,10 +123,19 @@ def equation_by_equation(
 
 @dataclasses.dataclass
 class Evaluation:
-    """One evaluation, equation by equation."""
+    """One evaluation, equation by equation.
+
+    Attributes:
+      env: the values so far.
+      unread: packed arrays that no equation so far has read.
+    """
 
     order: Order
     env: Env
+    unread: set[Var] = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.unread = set(self.order.packed)
 
     def outputs(self) -> list[jax.Array]:
         """The program's results."""
@@ -134,7 +153,30 @@ class Evaluation:
 
     def evaluate(self, eqn: Eqn) -> None:
         """An equation, after those that it needs."""
-        self.run([*self.order.before(eqn, self.env), eqn], self.env)
+        eqns = [*self.order.before(eqn, self.env), eqn]
+        words = self._first_read(eqns)
+        if not words or not self.order.ends(eqn):
+            self.run(eqns, self.env)
+            return
+        # The cotangent's other readers do not wait: XLA fuses them with its producer.
+        others = [v for v in variables_in(eqn.invars) if v in self.env]
+        waiting = list(dict.fromkeys([*words, *filter(is_float, others)]))
+        values = lone_barrier([self.env[v] for v in waiting])
+        env = self.env | dict(zip(waiting, values, strict=True))
+        self.run(eqns, env)
+        self.env.update((v, env[v]) for made in eqns for v in made.outvars)
+
+    def _first_read(self, eqns: Sequence[Eqn]) -> list[Var]:
+        """The words of a residual that no equation before has read.
+
+        They are its largest array. One kernel computes with the other ones, metadata,
+        of all residuals.
+        """
+        read = dict.fromkeys(v for eqn in eqns for v in variables_in(eqn.invars))
+        fresh = [v for v in read if v in self.unread]
+        self.unread.difference_update(fresh)
+        most = max(map(num_bytes, fresh), default=0)
+        return [v for v in fresh if num_bytes(v) == most]
 
     def run(self, eqns: list[Eqn], env: Env) -> None:
         """Equations whose other inputs are in `env`, to which results are added."""

@@ -39,7 +39,7 @@ class LateDecoding(Evaluation):
     def evaluate(self, eqn: Eqn) -> None:
         before = self.order.before(eqn, self.env)
         if not before or not _is_checkpoint(eqn):
-            self.run([*before, eqn], self.env)
+            super().evaluate(eqn)
             return
         env = self.env | self._held([*before, eqn])
         again = eqn.replace(params=eqn.params | {"prevent_cse": False})
