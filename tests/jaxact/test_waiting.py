@@ -62,6 +62,25 @@ def test_a_gradient_that_was_computed_in_float32_waits_in_it(f):
     assert held == result == jnp.float32
 
 
+def test_a_residual_for_a_weight_is_packed_until_the_cotangent_is_there():
+    """XLA would decode a call's input at once, and keep it to the end of the call."""
+    widths = {"first": (256, 128), "second": (128, 32)}
+    w = {name: jax.ShapeDtypeStruct(shape, X.dtype) for name, shape in widths.items()}
+    f = lambda w, x: jnp.tanh(jnp.tanh(x @ w["first"]) @ w["second"])
+    layer = jaxact.compress(f, policy=jaxact.Policy(2), activations="x")
+    step = jax.grad(lambda w, x: layer(w, x).astype(jnp.float32).sum())
+    found = [
+        [(v.aval.dtype.name, v.aval.shape) for v in eqn.invars]
+        for eqn in equations(open_jaxpr(jax.make_jaxpr(step)(w, X))[0])
+        if eqn.primitive.name == "jaxact_lone_barrier"
+    ]
+    # A group has 16 elements in a word, and a row of 256 or of 128 is a group.
+    assert found == [
+        [("uint32", (64, 1, 8)), ("bfloat16", (64, 32))],
+        [("uint32", (64, 1, 16)), ("bfloat16", (64, 128))],
+    ]
+
+
 def test_a_checkpointed_call_ends_one_weight_before_it_starts_the_next():
     """The later weight's gradient waits with the packed input of the earlier one."""
     shapes = {"first": (256, 128), "second": (128, 32)}
@@ -126,12 +145,11 @@ WS = {name: jax.ShapeDtypeStruct((256, 256), X.dtype) for name in "abcd"}
 def test_a_block_with_a_join_has_two_parts(joined, count):
     """The later branch's gradients are there before the earlier one is decoded."""
     found = open_jaxpr(jax.make_jaxpr(block_step(joined))(WS, X))[0]
-    joins = [e for e in equations(found) if e.primitive.name == "jaxact_lone_barrier"]
-    assert len(joins) == count
-    for eqn in joins:
-        held = [v.aval for v in eqn.outvars]
-        gradients = [a for a in held if a.shape == WS["c"].shape]
-        assert len(gradients) == 2 and any(a.dtype == jnp.uint32 for a in held)
+    waiting = [e for e in equations(found) if e.primitive.name == "jaxact_lone_barrier"]
+    held = [[v.aval for v in eqn.outvars] for eqn in waiting]
+    gradients = [[a for a in each if a.shape == WS["c"].shape] for each in held]
+    assert [len(each) for each in gradients if each] == [2] * count
+    assert all(any(a.dtype == jnp.uint32 for a in each) for each in held)
 
 
 @pytest.mark.parametrize("devices", [1, 2])
