@@ -62,7 +62,7 @@ def test_a_gradient_that_was_computed_in_float32_waits_in_it(f):
     assert held == result == jnp.float32
 
 
-def test_a_residual_for_a_weight_is_packed_until_the_cotangent_is_there():
+def test_a_residual_is_packed_until_the_cotangent_of_its_product_is_there():
     """XLA would decode a call's input at once, and keep it to the end of the call."""
     widths = {"first": (256, 128), "second": (128, 32)}
     w = {name: jax.ShapeDtypeStruct(shape, X.dtype) for name, shape in widths.items()}
