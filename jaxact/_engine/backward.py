@@ -7,7 +7,7 @@ for an H100).
 
 import contextlib
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,15 +17,16 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from jaxact._engine.evaluation import DecodingProgram, Evaluator, equation_by_equation
+from jaxact._engine.evaluation import Evaluator, Order, equation_by_equation
 from jaxact._engine.late import decoded_late, has_checkpoints
 from jaxact._engine.ordered import ordered_evaluator, product_by_product
 from jaxact._engine.shared import TABLE, with_shared_operand
 from jaxact._engine.storage import BackwardProgram, Packed, Probe, Storage
 from jaxact._engine.unused import UsedPart, used_part
-from jaxact._jaxpr.compat import barrier
+from jaxact._jaxpr.compat import barrier, open_jaxpr
 from jaxact._jaxpr.evaluate import in_mesh_of, is_traced, value_of
 from jaxact._jaxpr.read import is_split_explicitly
+from jaxact._jaxpr.rewrite import prune
 from jaxact._jaxpr.types import Dtype, Env, PyTree, Var
 from jaxact._plan.decoded_again import decoded_again_p
 from jaxact._plan.storage import StoragePlan
@@ -161,12 +162,12 @@ def _held(
     return [lax.convert_element_type(g, dtype) for g, dtype in wide], measured
 
 
-def _evaluator(plan: StoragePlan, inputs: BackwardInputs) -> Evaluator:
-    """How to evaluate a program that decodes."""
+def _evaluator(plan: StoragePlan, inputs: BackwardInputs) -> Evaluator | None:
+    """How to evaluate the backward pass; None where it is computed as it is written."""
     if plan.is_checkpointed:
         return product_by_product
     if not is_traced(inputs.packed):
-        return _directly
+        return None
     backward = plan.forward.backward
     count = len(backward.cotangents)
     if in_parts := ordered_evaluator(plan.forward.backward_program, count):
@@ -178,21 +179,15 @@ def _evaluator(plan: StoragePlan, inputs: BackwardInputs) -> Evaluator:
     return equation_by_equation
 
 
-def _directly(
-    program: DecodingProgram, packed: PyTree, cotangents: list[jax.Array]
-) -> list[jax.Array]:
-    return program(packed, cotangents)
-
-
 def _evaluated(
-    evaluate: Evaluator,
+    evaluate: Evaluator | None,
     plan: StoragePlan,
     part: UsedPart | None,
     storage: Storage,
     residuals: Sequence[Packed],
     inputs: BackwardInputs,
 ) -> list[jax.Array]:
-    """The gradients; `evaluate` is for programs that decode."""
+    """The gradients."""
     cotangents = inputs.cotangents
     floating = [
         i for i, c in enumerate(cotangents) if jnp.issubdtype(c.dtype, jnp.inexact)
@@ -209,9 +204,32 @@ def _evaluated(
         program = backward_program(plan, known, part)
         return program([_decoded(storage, r) for r in own], every)
 
-    return evaluate(
-        run, [r.arrays for r in residuals], [cotangents[i] for i in floating]
-    )
+    packed = [r.arrays for r in residuals]
+    arrays = [cotangents[i] for i in floating]
+    if evaluate is None:
+        return run(packed, arrays)
+    return evaluate(*_equations(run, packed, arrays), packed)
+
+
+def _equations(
+    program: Callable[[PyTree, list[jax.Array]], list[jax.Array]],
+    packed: PyTree,
+    cotangents: list[jax.Array],
+) -> tuple[Order, Env]:
+    """Those of `program(packed, cotangents)`, and its inputs' values."""
+    leaves, tree = jax.tree.flatten(packed)
+    count = len(leaves)
+
+    def flat(*arrays: jax.Array) -> list[jax.Array]:
+        own = jax.tree.unflatten(tree, arrays[:count])
+        return program(own, list(arrays[count:]))
+
+    closed = jax.make_jaxpr(flat)(*leaves, *cotangents)
+    jaxpr, consts = open_jaxpr(closed)
+    jaxpr = prune(jaxpr, jaxpr.outvars)
+    env = dict(zip(jaxpr.constvars, consts, strict=True))
+    env |= dict(zip(jaxpr.invars, [*leaves, *cotangents], strict=True))
+    return Order.of(jaxpr, count), env
 
 
 def _packed(v: Var, arrays: PyTree, plan: StoragePlan, keys: Collection[str]) -> Packed:

@@ -16,19 +16,10 @@ import jax
 
 from jaxact._engine.lone import lone_barrier
 from jaxact._engine.sums import is_in_steps, sum_in_steps
-from jaxact._jaxpr.compat import open_jaxpr
 from jaxact._jaxpr.evaluate import bind, value_of
 from jaxact._jaxpr.primitives import MATMULS
 from jaxact._jaxpr.read import is_float, num_bytes, programs_in, variables_in
-from jaxact._jaxpr.rewrite import prune
 from jaxact._jaxpr.types import Env, Eqn, Jaxpr, PyTree, Var
-
-# (arrays that are decoded, cotangents of floating types) -> gradients
-DecodingProgram: TypeAlias = Callable[[PyTree, list[jax.Array]], list[jax.Array]]
-# Evaluates a program that decodes its first argument.
-Evaluator: TypeAlias = Callable[
-    [DecodingProgram, PyTree, list[jax.Array]], list[jax.Array]
-]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,30 +82,15 @@ class Order:
         return [self.jaxpr.eqns[i] for i in sorted(found)]
 
 
-def traced(
-    program: DecodingProgram, packed: PyTree, cotangents: list[jax.Array]
-) -> tuple[Order, Env]:
-    """The equations of `program(packed, cotangents)`, and its inputs' values."""
-    leaves, tree = jax.tree.flatten(packed)
-    count = len(leaves)
-
-    def flat(*arrays: jax.Array) -> list[jax.Array]:
-        own = jax.tree.unflatten(tree, arrays[:count])
-        return program(own, list(arrays[count:]))
-
-    closed = jax.make_jaxpr(flat)(*leaves, *cotangents)
-    jaxpr, consts = open_jaxpr(closed)
-    jaxpr = prune(jaxpr, jaxpr.outvars)
-    env = dict(zip(jaxpr.constvars, consts, strict=True))
-    env |= dict(zip(jaxpr.invars, [*leaves, *cotangents], strict=True))
-    return Order.of(jaxpr, count), env
+# (equations, values of inputs, the packed residuals among these) -> gradients
+Evaluator: TypeAlias = Callable[[Order, Env, Sequence[PyTree]], list[jax.Array]]
 
 
 def equation_by_equation(
-    program: DecodingProgram, packed: PyTree, cotangents: list[jax.Array]
+    order: Order, env: Env, packed: Sequence[PyTree]
 ) -> list[jax.Array]:
-    """`program(packed, cotangents)`, by `Evaluation`."""
-    return Evaluation(*traced(program, packed, cotangents)).outputs()
+    """The results, by `Evaluation`."""
+    return Evaluation(order, env).outputs()
 
 
 @dataclasses.dataclass

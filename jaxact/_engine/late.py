@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxact._engine.evaluation import DecodingProgram, Evaluation, traced
+from jaxact._engine.evaluation import Evaluation, Order
 from jaxact._jaxpr.compat import barrier
 from jaxact._jaxpr.primitives import CHECKPOINTS
 from jaxact._jaxpr.read import variables_in
@@ -26,11 +26,9 @@ def has_checkpoints(eqns: Sequence[Eqn]) -> bool:
     return any(map(_is_checkpoint, eqns))
 
 
-def decoded_late(
-    program: DecodingProgram, packed: PyTree, cotangents: list[jax.Array]
-) -> list[jax.Array]:
-    """`program(packed, cotangents)`, decoding for checkpoints behind their barriers."""
-    return LateDecoding(*traced(program, packed, cotangents)).outputs()
+def decoded_late(order: Order, env: Env, packed: Sequence[PyTree]) -> list[jax.Array]:
+    """The results, decoding for checkpoints behind their barriers."""
+    return LateDecoding(order, env).outputs()
 
 
 class LateDecoding(Evaluation):

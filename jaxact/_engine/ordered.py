@@ -23,13 +23,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 
-from jaxact._engine.evaluation import (
-    DecodingProgram,
-    Evaluator,
-    Order,
-    has_product,
-    traced,
-)
+from jaxact._engine.evaluation import Evaluator, Order, has_product
 from jaxact._engine.late import LateDecoding
 from jaxact._engine.lone import lone_barrier
 from jaxact._engine.places import after_products, between_blocks, joins, joins_among
@@ -37,7 +31,7 @@ from jaxact._engine.shared import TABLE, with_shared_operand
 from jaxact._jaxpr.compat import barrier
 from jaxact._jaxpr.primitives import REDUCTIONS
 from jaxact._jaxpr.read import is_float, variables_in
-from jaxact._jaxpr.types import Eqn, Jaxpr, PyTree, Var
+from jaxact._jaxpr.types import Env, Eqn, Jaxpr, PyTree, Var
 
 # The equations at which a part starts.
 _Places: TypeAlias = Callable[[Order], list[int]]
@@ -45,24 +39,20 @@ _Barrier: TypeAlias = Callable[[Any], Any]
 
 
 def product_by_product(
-    program: DecodingProgram, packed: Sequence[PyTree], cotangents: list[jax.Array]
+    order: Order, env: Env, packed: Sequence[PyTree]
 ) -> list[jax.Array]:
-    """`program(packed, cotangents)`, its products one after another."""
-    return _evaluated(program, packed, cotangents, after_products)
+    """The results, its products one after another."""
+    return _evaluated(order, env, packed, after_products)
 
 
-def block_by_block(
-    program: DecodingProgram, packed: Sequence[PyTree], cotangents: list[jax.Array]
-) -> list[jax.Array]:
-    """`program(packed, cotangents)`, a network's blocks one after another."""
-    return _evaluated(program, packed, cotangents, between_blocks)
+def block_by_block(order: Order, env: Env, packed: Sequence[PyTree]) -> list[jax.Array]:
+    """The results, a network's blocks one after another."""
+    return _evaluated(order, env, packed, between_blocks)
 
 
-def join_by_join(
-    program: DecodingProgram, packed: Sequence[PyTree], cotangents: list[jax.Array]
-) -> list[jax.Array]:
-    """`program(packed, cotangents)`, a block's branches one after another."""
-    return _evaluated(program, packed, cotangents, joins, lone_barrier)
+def join_by_join(order: Order, env: Env, packed: Sequence[PyTree]) -> list[jax.Array]:
+    """The results, a block's branches one after another."""
+    return _evaluated(order, env, packed, joins, lone_barrier)
 
 
 def ordered_evaluator(backward: Jaxpr, num_cotangents: int) -> Evaluator | None:
@@ -78,13 +68,12 @@ def ordered_evaluator(backward: Jaxpr, num_cotangents: int) -> Evaluator | None:
 
 
 def _evaluated(
-    program: DecodingProgram,
+    order: Order,
+    env: Env,
     packed: Sequence[PyTree],
-    cotangents: list[jax.Array],
     places: _Places,
     wait: _Barrier = barrier,
 ) -> list[jax.Array]:
-    order, env = traced(program, packed, cotangents)
     parts = _parts(order, set(places(order)), _stored(packed, order))
     return _InOrder(order, env, parts, wait).outputs()
 
