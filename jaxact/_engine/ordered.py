@@ -12,7 +12,7 @@ makes it as small as a call for each block: 401, 207 and 214 MiB for four blocks
 tests' transformer at 4 bits, in predicted 3.96, 4.05 and 3.90 ms. A block's own call
 has two where a residual join is in its middle, between attention and MLP: 2940 -> 2834
 MiB for GPT-2 medium at 2 bits, 821 -> 773 for ViT-B, for 0.1 and 0.3 % of the time. Any
-other call is left whole: XLA does not fuse across a barrier, and ResNet-50 would take
+other call is one part: XLA does not fuse across a barrier, and ResNet-50 would take
 48 MiB more at 2 bits.
 """
 
