@@ -71,22 +71,21 @@ def test_a_chain_of_layers(f, target):
 
 
 @pytest.mark.parametrize(
-    "name, target, of_each, of_plain",
+    "name, target",
     [
-        pytest.param("transformer", None, 1.2, 0.2, marks=on_cpu),
-        # A call for each block has no product put off, which XLA:CPU does in the one.
-        pytest.param("convnext", None, 1.35, 0.31, marks=on_cpu),
-        pytest.param("convnext", "h100", 1.2, 0.4, marks=on_h100),
+        pytest.param("transformer", None, marks=on_cpu),
+        pytest.param("convnext", None, marks=on_cpu),
+        pytest.param("convnext", "h100", marks=on_h100),
     ],
 )
-def test_a_stack_of_blocks(name, target, of_each, of_plain):
+def test_a_stack_of_blocks(name, target):
     """One call took 1.7 to 4 times the bytes of a call for each block."""
     (block,) = [b for b in BLOCKS if b.name == name]
     weights, x = jax.eval_shape(block.arguments)
     x = x.update(shape=(8 * x.shape[0], *x.shape[1:]))
     plain, one, each = three_ways(block.f, [weights] * 4, x, target)
-    assert one <= of_each * each
-    assert one <= of_plain * plain
+    assert one <= 1.2 * each
+    assert one <= 0.4 * plain
 
 
 def tied(w, x):
