@@ -35,8 +35,8 @@ class LateDecoding(Evaluation):
     """One evaluation."""
 
     def evaluate(self, eqn: Eqn) -> None:
-        before = self.order.before(eqn, self.env)
-        if not before or not _is_checkpoint(eqn):
+        before = self.order.before(eqn, self.env) if _is_checkpoint(eqn) else []
+        if not before:
             super().evaluate(eqn)
             return
         env = self.env | self._held([*before, eqn])

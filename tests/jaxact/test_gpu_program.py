@@ -47,11 +47,13 @@ def test_products_that_kernels_pack_are_not_merged():
 @needs_target
 def test_metadata_of_residuals_that_are_stored_alike_take_one_kernel():
     lines = program(is_small=True).splitlines()
-    line = f"f32[4,256,{D // 256}]"  # what decoding needs of a group
-    kernels = [x for x in lines if " fusion(" in x and line in x.split(" fusion(")[0]]
-    # A call has x, q, k, v and the mixed values; the softmax has other groups.
-    # Kernels that decode may compute it too: then there is none.
-    assert len(kernels) <= 2
+    kernels = [x for x in lines if " fusion(" in x and "decode)/metadata/" in x]
+    # One a call, for the softmax; those that decode x, q, k, v and the mixed values
+    # compute what they need of a group.
+    assert len(kernels) == 2
+    assert all(x.split(" fusion(")[0].count("f32[4,8,256,1]") >= 3 for x in kernels)
+    line = f"f32[4,256,{D // 256}]"
+    assert not [x for x in lines if " fusion(" in x and line in x.split(" fusion(")[0]]
 
 
 def normalized(p, x):
