@@ -234,20 +234,28 @@ def contracted_in(jaxpr: Jaxpr, inside: Collection[Var] = ()) -> set[Var]:
     """Variables that a product contracts with, also past elementwise functions.
 
     Or in one array with others, as a graph network's nodes with their neighbours' mean.
+    There it may be repeated: a FermiNet's electrons are each joined with the mean over
+    all, which has weights to itself.
 
     Args:
       inside: those that the programs in equations contract with.
     """
     contracted = set(inside)
+    joined: set[Var] = set()  # with others, in what a product contracts with
     for eqn in reversed(jaxpr.eqns):
         inputs = variables_in(eqn.invars)
         if eqn.primitive.name in MATMULS:
             if contracts(eqn):
                 contracted.update(inputs)
+        elif eqn.primitive.name in MOVES and eqn.outvars[0] in joined:
+            contracted.update(inputs)
+            joined.update(inputs)
         elif keeps_elements(eqn) and eqn.outvars[0] in contracted:
             size = eqn.outvars[0].aval.size
             contracted.update(x for x in inputs if x.aval.size == size)
         elif eqn.primitive.name in JOINS and eqn.outvars[0] in contracted:
             size = eqn.outvars[0].aval.size
-            contracted.update(x for x in inputs if _ROW * x.aval.size >= size)
+            large = [x for x in inputs if _ROW * x.aval.size >= size]
+            contracted.update(large)
+            joined.update(large)
     return contracted

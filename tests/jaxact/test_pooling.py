@@ -171,6 +171,23 @@ def test_pooled_features_that_a_recurrence_reads_are_packed():
     assert all(r.stored_bytes < r.exact_bytes / 4 for r in floats)
 
 
+def test_a_mean_that_is_joined_to_each_element_is_packed():
+    """FermiNet's electrons, a set's points: half the stored bytes were exact means."""
+
+    def f(weights, x):
+        for w in weights:
+            pooled = jnp.broadcast_to(x.mean(1, keepdims=True), x.shape)
+            x = x + jnp.tanh(jnp.concatenate([x, pooled], -1) @ w)
+        return x
+
+    weights = jax.random.normal(jax.random.key(0), (2, 64, 32)) / 8
+    x = jax.random.normal(jax.random.key(1), (64, 4, 32))
+    small = jaxact.compress(f, policy=Policy(bits=2), activations="x")
+    means = [r for r in jaxact.residuals(small, weights, x).rows if r.shape == (64, 32)]
+    assert len(means) == 2
+    assert all(r.stored_bytes < r.exact_bytes / 8 for r in means)
+
+
 @pytest.mark.parametrize("name", FEW)
 def test_nan_stays_in_its_windows(name):
     small, plain = gradients(name)
