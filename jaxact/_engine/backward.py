@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
+from jax.interpreters import ad
 
 from jaxact._engine.evaluation import Evaluator, Order, equation_by_equation
 from jaxact._engine.late import decoded_late, has_checkpoints
@@ -307,7 +308,7 @@ def _instantiate(
     if not isinstance(cotangent, SymbolicZero):
         return cotangent
     aval: Any = cotangent.aval
-    shape, dtype = aval.shape, aval.dtype
-    if dtype == jax.dtypes.float0:
-        return np.zeros(shape, dtype)
-    return jnp.zeros(shape, dtype)
+    if aval.dtype == jax.dtypes.float0:
+        return np.zeros(aval.shape, aval.dtype)
+    # Placed as the output is: an auxiliary array of a loss may lie on many devices.
+    return ad.instantiate_zeros(ad.Zero(aval))

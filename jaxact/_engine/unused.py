@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax.interpreters import ad
 
 from jaxact._jaxpr.evaluate import bind, value_of
 from jaxact._jaxpr.flow import fact_of, flow, union
@@ -64,9 +64,7 @@ def _value(v: Atom, env: Env) -> jax.Array:
     """A value; zeros for a variable that nothing computes."""
     if is_literal(v) or v in env:
         return value_of(v, env)
-    zeros = jnp.zeros(v.aval.shape, v.aval.dtype)
-    varying = tuple(v.aval.manual_axis_type.varying)
-    return lax.pcast(zeros, varying, to="varying") if varying else zeros
+    return ad.instantiate_zeros(ad.Zero(v.aval))
 
 
 def used_part(plan: StoragePlan, is_used: Sequence[bool]) -> UsedPart | None:

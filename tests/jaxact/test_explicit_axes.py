@@ -65,3 +65,18 @@ def test_statistics_stay_with_their_rows(loss, length):
         small = jaxact.compress(loss, activations=0)
         gradient = jax.eval_shape(jax.grad(small), x)
     assert gradient.sharding.spec == sharding.spec
+
+
+def test_an_output_that_nobody_differentiates_has_its_place():
+    """An auxiliary array of a loss: its cotangent is zeros, split as it is."""
+
+    def loss(x):
+        hidden = jnp.tanh(x)
+        return jnp.sin(hidden).sum(), hidden
+
+    with jax.sharding.use_abstract_mesh(MESH):
+        sharding = jax.NamedSharding(MESH, jax.P("data", "model"))
+        x = jax.ShapeDtypeStruct((16, 256), jnp.float32, sharding=sharding)
+        step = jax.value_and_grad(jaxact.compress(loss, activations=0), has_aux=True)
+        (_, hidden), gradient = jax.eval_shape(step, x)
+    assert hidden.sharding.spec == gradient.sharding.spec == sharding.spec
