@@ -30,6 +30,7 @@ from jaxact._jaxpr.evaluate import (
     in_mesh_of,
     is_in_other_mesh,
     is_traced,
+    moved,
 )
 from jaxact._jaxpr.opaque import hide
 from jaxact._jaxpr.read import is_float
@@ -156,8 +157,10 @@ class Passes:
         seeds = make(seed, len(plan.packed))
         packed, traced = [], {}
         for v, own in zip(plan.packed, seeds, strict=True):
-            with in_mesh_of(env[plan.source(v)]):
-                setting = settings.get(plan.decisions[v].residual.key)
+            x = env[plan.source(v)]
+            numbers = own, settings.get(plan.decisions[v].residual.key)
+            with in_mesh_of(x):
+                own, setting = jax.tree.map(functools.partial(moved, x), numbers)
                 packed.append(self._store(v, env, own, setting, traced))
         return packed
 

@@ -105,6 +105,15 @@ def is_in_other_mesh(x: Array) -> bool:
     return not (mesh.empty or around.empty or mesh == around)
 
 
+def moved(x: Array, number: Array) -> Array:
+    """A number as an operand in `in_mesh_of(x)`; one without a mesh is one anywhere."""
+    mesh, own = (jax.typeof(v).sharding.mesh for v in (x, number))
+    if own.empty or mesh.empty or own == mesh:
+        return number
+    everywhere = jax.sharding.PartitionSpec()
+    return jax.sharding.reshard(number, jax.NamedSharding(mesh, everywhere))
+
+
 def varying_alike(values: Sequence[Array]) -> list[Any]:
     """The values as operands for one primitive inside a `shard_map` that checks them.
 

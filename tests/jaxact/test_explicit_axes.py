@@ -80,3 +80,22 @@ def test_an_output_that_nobody_differentiates_has_its_place():
         step = jax.value_and_grad(jaxact.compress(loss, activations=0), has_aux=True)
         (_, hidden), gradient = jax.eval_shape(step, x)
     assert hidden.sharding.spec == gradient.sharding.spec == sharding.spec
+
+
+@pytest.mark.parametrize("recompute", [None, jaxact.Checkpoint()])
+def test_a_part_that_xla_places_takes_the_key_too(recompute):
+    """What `auto_axes` computes is packed there, in another mesh than the key's."""
+    rows = jax.P("data", None)
+
+    def loss(x):
+        part = lambda x: jnp.tanh(x) * x.mean()
+        return jnp.sin(jax.sharding.auto_axes(part, out_sharding=rows)(x)).sum()
+
+    policy = jaxact.Policy(recompute=recompute)
+    step = jax.grad(jaxact.compress(loss, policy=policy, activations=0))
+    with jax.sharding.use_abstract_mesh(MESH):
+        sharding = jax.NamedSharding(MESH, rows)
+        x = jax.ShapeDtypeStruct((16, 256), jnp.float32, sharding=sharding)
+        key = jax.eval_shape(jax.random.key, 0)
+        gradient = jax.eval_shape(lambda x, key: step(x, rounding_key=key), x, key)
+    assert gradient.sharding.spec == rows
