@@ -25,8 +25,7 @@ from jaxact._engine.shared import TABLE, with_shared_operand
 from jaxact._engine.storage import BackwardProgram, Packed, Probe, Storage
 from jaxact._engine.unused import UsedPart, used_part
 from jaxact._jaxpr.compat import barrier, open_jaxpr
-from jaxact._jaxpr.evaluate import in_mesh_of, is_traced, value_of
-from jaxact._jaxpr.read import is_split_explicitly
+from jaxact._jaxpr.evaluate import in_mesh_of, is_traced, placed, value_of
 from jaxact._jaxpr.rewrite import prune
 from jaxact._jaxpr.types import Dtype, Env, PyTree, Var
 from jaxact._plan.decoded_again import decoded_again_p
@@ -280,23 +279,12 @@ def _residuals(v: Var, decoded: jax.Array, plan: StoragePlan, env: Env) -> Env:
     And others that are known with it.
     """
     if v not in plan.maps:
-        return {v: _placed(decoded, v)}
+        return {v: placed(decoded, v.aval)}
     with in_mesh_of(decoded):
         if decoded.shape == v.aval.shape:  # as the statistics that the map reads
-            decoded = _placed(decoded, v)
+            decoded = placed(decoded, v.aval)
         known = plan.maps[v].restore(v, decoded, env)
-        return {u: _placed(x, u) for u, x in known.items()}
-
-
-def _placed(x: jax.Array, v: Var) -> jax.Array:
-    """`x` as the variable is split over a mesh with Explicit axes.
-
-    An axis that is cut through its groups is split no longer.
-    """
-    sharding = v.aval.sharding
-    if not is_split_explicitly(v) or jax.typeof(x).sharding == sharding:
-        return x
-    return jax.sharding.reshard(x, sharding)
+        return {u: placed(x, u.aval) for u, x in known.items()}
 
 
 def _instantiate(

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import core, lax
 from jax.extend import source_info_util
+from jax.sharding import AxisType
 from jax.stages import Wrapped
 
 from jaxact._jaxpr.compat import bind_params, open_jaxpr
 from jaxact._jaxpr.read import is_literal
-from jaxact._jaxpr.types import Array, Atom, ClosedJaxpr, Env, Eqn, Jaxpr, PyTree
+from jaxact._jaxpr.types import Array, Atom, Aval, ClosedJaxpr, Env, Eqn, Jaxpr, PyTree
 
 
 def value_of(v: Atom, env: Env) -> Any:
@@ -112,6 +113,18 @@ def moved(x: Array, number: Array) -> Array:
         return number
     everywhere = jax.sharding.PartitionSpec()
     return jax.sharding.reshard(number, jax.NamedSharding(mesh, everywhere))
+
+
+def placed(x: jax.Array, aval: Aval) -> jax.Array:
+    """`x` as an array with this type is split over a mesh with Explicit axes.
+
+    An axis that a codec cuts through its groups is split no longer when decoded.
+    """
+    sharding = aval.sharding
+    is_explicit = AxisType.Explicit in sharding.mesh.axis_types
+    if not is_explicit or jax.typeof(x).sharding == sharding:
+        return x
+    return jax.sharding.reshard(x, sharding)
 
 
 def varying_alike(values: Sequence[Array]) -> list[Any]:

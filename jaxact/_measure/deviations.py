@@ -26,12 +26,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxact._jaxpr.evaluate import bind
+from jaxact._jaxpr.evaluate import bind, placed
 from jaxact._jaxpr.primitives import (
     BARRIERS,
     CASTS,
     COPIES,
     JOINS,
+    PLACEMENTS,
     RESHAPES,
     SELECTIONS,
 )
@@ -42,7 +43,7 @@ from jaxact._jaxpr.types import Array, Eqn, Params
 Deviations: TypeAlias = dict[tuple[int, Hashable], jax.Array]
 
 # Move or copy elements; a path tells a source's equal moves.
-_REARRANGED = RESHAPES | SELECTIONS | JOINS | {"dynamic_update_slice"}
+_REARRANGED = RESHAPES | SELECTIONS | JOINS | PLACEMENTS | {"dynamic_update_slice"}
 _TOTALS = frozenset("reduce_sum cumsum reduce_window_sum".split())
 
 # (operands, result, parameters) -> derivative with respect to one operand
@@ -155,9 +156,10 @@ def _move(
 ) -> list[Deviations]:
     """The same equation on deviations."""
     out: list[Deviations] = [{} for _ in eqn.outvars]
-    for source, path in dict.fromkeys(key for errors in operands for key in errors):
+    for key in dict.fromkeys(key for errors in operands for key in errors):
+        source, path = key
         moved = [
-            errors.get((source, path), jnp.zeros(jnp.shape(x), jnp.float32))
+            placed(errors.get(key, jnp.zeros_like(x, jnp.float32)), jax.typeof(x))
             if _is_floating(x)
             else x
             for x, errors in zip(inputs, operands, strict=True)

@@ -19,9 +19,15 @@ from jaxact._decision import Decision
 from jaxact._engine.call import ActionStorage, Engine
 from jaxact._engine.storage import BackwardProgram, Draw, Packed, Probe, Source
 from jaxact._flat import Flat
+from jaxact._jaxpr.evaluate import placed
 from jaxact._jaxpr.types import Array, PyTree
 from jaxact._measure.replace_calls import evaluate
 from jaxact._plan.mark import CompressedCall
+
+
+def restored(decision: Decision, x: jax.Array, stored: PyTree) -> jax.Array:
+    """The residual `x`, decoded from its stored form."""
+    return placed(decision.codec.decode(stored, x.shape, x.dtype), jax.typeof(x))
 
 
 class Instrument(ActionStorage, abc.ABC):

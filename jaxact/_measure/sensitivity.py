@@ -18,7 +18,7 @@ from jaxact._flat import Flat
 from jaxact._jaxpr.evaluate import is_traced
 from jaxact._jaxpr.types import PyTree
 from jaxact._measure.census import census
-from jaxact._measure.instrument import Instrument, evaluate_instrumented
+from jaxact._measure.instrument import Instrument, evaluate_instrumented, restored
 from jaxact._measure.progress import progress
 from jaxact._modules.pure import first_of, pure_call
 from jaxact._plan.forward import active_of, with_active
@@ -37,9 +37,8 @@ class Switch(Instrument):
     def store(
         self, decision: Decision, x: jax.Array, seed: jax.Array, setting: jax.Array
     ) -> jax.Array:
-        codec = decision.codec
-        rounded = codec.decode(codec.encode(x, seed), x.shape, x.dtype)
-        return jnp.where(setting != 0, rounded, x)
+        decoded = restored(decision, x, decision.codec.encode(x, seed))
+        return jnp.where(setting != 0, decoded, x)
 
     def restore(self, packed: Packed) -> jax.Array:
         return packed.arrays

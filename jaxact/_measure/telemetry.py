@@ -15,7 +15,7 @@ from jaxact._flat import Flat
 from jaxact._jaxpr.compat import open_jaxpr
 from jaxact._jaxpr.types import Array, PyTree, Shape
 from jaxact._measure.census import Rounded, census
-from jaxact._measure.instrument import Instrument, evaluate_instrumented
+from jaxact._measure.instrument import Instrument, evaluate_instrumented, restored
 from jaxact._measure.noise import Noise, evaluate_with_noise
 from jaxact._modules.pure import pure_call
 from jaxact._trace import is_inexact
@@ -38,7 +38,7 @@ class NoiseGauge(Instrument):
         self, decision: Decision, x: jax.Array, seed: jax.Array, setting: jax.Array
     ) -> tuple[PyTree, jax.Array]:
         stored = decision.codec.encode(x, seed)
-        error = decision.codec.decode(stored, x.shape, x.dtype) - x
+        error = restored(decision, x, stored) - x
         squares = jnp.square(jnp.abs(error).astype(jnp.float32))
         return stored, jnp.mean(squares, axis=_pooled(x.shape), keepdims=True)
 

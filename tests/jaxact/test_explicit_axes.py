@@ -99,3 +99,16 @@ def test_a_part_that_xla_places_takes_the_key_too(recompute):
         key = jax.eval_shape(jax.random.key, 0)
         gradient = jax.eval_shape(lambda x, key: step(x, rounding_key=key), x, key)
     assert gradient.sharding.spec == rows
+
+
+@pytest.mark.parametrize("shape, spec", CUTS)
+def test_telemetry_measures_rows_where_they_are_cut(shape, spec):
+    loss = lambda w, x: jnp.sin(jnp.tanh(x) * w).sum()
+    measured = jaxact.telemetry(jaxact.compress(loss, activations="x"))
+    gradients = jax.grad(measured, argnums=(0, 1, 2))
+    with jax.sharding.use_abstract_mesh(MESH):
+        sharding = jax.NamedSharding(MESH, jax.P(*spec))
+        x = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+        step = jax.jit(lambda w, x: gradients(measured.probe(w, x), w, x))
+        _, _, gradient = jax.eval_shape(step, SEED.update(dtype=jnp.float32), x)
+    assert parts(gradient) == 4
