@@ -50,6 +50,10 @@ def compress(block: Any, bits: int, recompute: Any = None) -> Any:
     # GPT-2's queries and keys, the inputs of checkpointed blocks.
     rule = jaxact.Rule(jaxact.Quantize(bits), recomputed_from=True)
     policy = jaxact.Policy(bits, rules=(rule,), recompute=recompute)
+    return compress_by(block, policy)
+
+
+def compress_by(block: Any, policy: jaxact.Policy) -> Any:
     activations = None if isinstance(block, type) else "x"
     return jaxact.compress(block, policy=policy, activations=activations)
 
@@ -71,6 +75,11 @@ def checkpointed(name: str, policy: Callable[..., Any] | None) -> Way:
 
 def compressed(name: str, bits: int, recompute: Any = None) -> Way:
     return Way(name, lambda block: compress(block, bits, recompute))
+
+
+def stored_by(name: str, codec: jaxact.Codec[Any]) -> Way:
+    policy = jaxact.Policy(default=codec)
+    return Way(name, lambda block: compress_by(block, policy))
 
 
 def compressed_checkpoint(name: str, bits: int) -> Way:
@@ -101,6 +110,8 @@ WAYS = {
         Way("qwix int8", network=quantize),
         compressed("jaxact 4 bits", bits=4),
         compressed("jaxact 2 bits", bits=2),
+        stored_by("jaxact 2 bits, Dithered", jaxact.Dithered(2)),
+        stored_by("jaxact 2 bits, Adaptive", jaxact.Adaptive(2)),
         compressed(
             "jaxact 4 bits, dots_saveable", bits=4, recompute=SAVE.dots_saveable
         ),

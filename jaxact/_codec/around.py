@@ -28,5 +28,9 @@ class AroundCodec(Codec[Stored]):
     def is_free_of_axes(self) -> bool:
         return self.codec.is_free_of_axes
 
+    @property
+    def decodes_to_memory(self) -> bool:
+        return self.codec.decodes_to_memory
+
     def declines(self, shape: tuple[int, ...], dtype: DTypeLike) -> str | None:
         return self.codec.declines(shape, dtype)

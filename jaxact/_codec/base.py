@@ -123,6 +123,9 @@ class Codec(Action, Generic[Stored]):
     # Whether it gives the elements no meaning by their axes: these may come in another
     # order than the residual's, as an array in memory has them (`copies.py`).
     is_free_of_axes: bool = False
+    # Whether it decodes to an array in memory: operations that read this one are not
+    # fused with the decoding.
+    decodes_to_memory: bool = False
 
     @abc.abstractmethod
     def encode(self, x: jax.Array, seed: jax.Array) -> Stored:

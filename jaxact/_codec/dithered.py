@@ -60,6 +60,7 @@ class Dithered(Codec[Stored | Wide[Stored]]):
 
     bias = Bias.UNBIASED
     is_free_of_axes = True
+    decodes_to_memory = True  # a kernel, as fewer readers draw the noise again
 
     def __post_init__(self) -> None:
         bits = checked_bits("Dithered", self.bits)
@@ -118,9 +119,7 @@ class Dithered(Codec[Stored | Wide[Stored]]):
     ) -> jax.Array:
         def unpack(stored: Stored, dtype: np.dtype) -> jax.Array:
             options = (self.bits, self.group_size)
-            operation = affine.Decode(
-                shape, dtype, *options, is_dithered=True, is_fused=True
-            )
+            operation = affine.Decode(shape, dtype, *options, is_dithered=True)
             return run(operation, stored.codes, stored.seed)
 
         if isinstance(stored, Wide):

@@ -1,6 +1,8 @@
 """Group-wise integers after a random rotation (DRIVE and EDEN, Vargaftik et al.)."""
 
 import dataclasses
+import functools
+from collections.abc import Sequence
 from typing import ClassVar
 
 import jax
@@ -15,6 +17,7 @@ from jaxact._codec.wide import Wide
 from jaxact._written_as import written_as
 from jaxact_kernels import rotated
 from jaxact_kernels.dispatch import run
+from jaxact_kernels.normalization import Normalization
 
 Stored = rotated.Stored
 
@@ -62,6 +65,7 @@ class Rotated(Codec[Stored | Wide[Stored]]):
 
     bias = Bias.OVER_ROTATIONS
     is_free_of_axes = True
+    decodes_to_memory = True
     _is_adaptive: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -98,14 +102,33 @@ class Rotated(Codec[Stored | Wide[Stored]]):
         return self.bits, self.group_size, is_adaptive
 
     def encode(self, x: jax.Array, seed: jax.Array) -> Stored | Wide[Stored]:
-        def pack(x: jax.Array) -> Stored:
-            operation = rotated.Encode(x.shape, x.dtype, *self._options)
-            words, metadata = run(operation, x, seed)
-            return Stored(words, metadata, seed)
-
         if wide.is_needed(x.dtype):
+            pack = functools.partial(self._encode, seed=seed)
             return wide.encode(x, self.group_size, pack)
-        return pack(x)
+        return self._encode(x, seed)
+
+    def encode_normalized(
+        self,
+        x: jax.Array,
+        seed: jax.Array,
+        normalization: Normalization,
+        coefficients: Sequence[jax.Array],
+    ) -> Stored | Wide[Stored]:
+        if wide.is_needed(x.dtype):
+            return super().encode_normalized(x, seed, normalization, coefficients)
+        return self._encode(x, seed, normalization, coefficients)
+
+    def _encode(
+        self,
+        x: jax.Array,
+        seed: jax.Array,
+        normalization: Normalization | None = None,
+        coefficients: Sequence[jax.Array] = (),
+    ) -> Stored:
+        options = (x.shape, x.dtype, *self._options)
+        operation = rotated.Encode(*options, normalization=normalization)
+        words, metadata = run(operation, x, seed, *coefficients)
+        return Stored(words, metadata, seed)
 
     def decode(
         self, stored: Stored | Wide[Stored], shape: tuple[int, ...], dtype: DTypeLike

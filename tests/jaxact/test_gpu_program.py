@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxact
-from jaxact import Policy
+from jaxact import Adaptive, Dithered, Policy, Quantize
 from jaxact._engine.shared import TABLE, _or_zero
 from jaxact._memory.compiling import compile_step
 from support.gpu_target import needs_target
@@ -64,16 +64,32 @@ def normalized(p, x):
     return jax.nn.relu(values.astype(x.dtype)) @ p["k"]
 
 
-@needs_target
-def test_a_kernel_packs_the_input_of_a_batch_norm():
-    """It reads the product as it is, beside the mean and the factor of each column."""
-    f = jaxact.compress(normalized, policy=Policy(bits=4))
+@functools.cache
+def calls(codec):
+    """Kernels in a step of two norms, by lines of its text."""
+    f = jaxact.compress(normalized, policy=Policy(default=codec))
     step = jax.grad(lambda p, x: f(p, f(p, x)).astype(jnp.float32).sum())
     text = compile_step(step, (P, X), {}, "h100").as_text()
-    kernels = [x for x in text.splitlines() if "affine_encode" in x and "custom-c" in x]
+    return [x for x in text.splitlines() if "pallas_call" in x and "custom-c" in x]
+
+
+@needs_target
+@pytest.mark.parametrize("codec", [Quantize(4), Adaptive(4)], ids=str)
+def test_a_kernel_packs_the_input_of_a_batch_norm(codec):
+    """It reads the product as it is, beside the mean and the factor of each column."""
+    kernels = [x for x in calls(codec) if "_encode" in x]
     by_channel = [x for x in kernels if x.count(f"f32[{D}]{{0}}") == 2]
     assert len(by_channel) == 2  # one a call
     assert all(f"bf16[{4 * 256 * D // 256},256]" in x for x in by_channel)
+
+
+@needs_target
+def test_values_that_a_kernel_normalized_are_decoded_as_narrow_as_they_were():
+    """Where decoding is not fused with its readers, as with dither."""
+    decoded = f"= bf16[{4 * 256 * D // 256},256]"
+    kernels = [x for x in calls(Dithered(4)) if "_decode" in x]
+    assert kernels and all(decoded in x for x in kernels)
+    assert not [x for x in calls(Quantize(4)) if "_decode" in x]
 
 
 def test_the_shared_operand_is_a_zero():

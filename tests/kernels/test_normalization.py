@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxact_kernels import affine, choose
+from jaxact_kernels import affine, choose, rotated
 from jaxact_kernels.affine import reference, triton
 from jaxact_kernels.config import Config
 from jaxact_kernels.dispatch import run
 from jaxact_kernels.normalization import Normalization
+from jaxact_kernels.rotated import reference as rotated_reference, triton as rotation
 from support.subjects import jit_interpreted as jit
 
 SEED = np.uint32(7)
@@ -71,6 +72,22 @@ def test_the_kernel_normalizes_odd_values_and_values_without_a_mean():
     assert_equal(got, wanted(values, bits=4))
 
 
+@pytest.mark.parametrize("is_adaptive", [False, True], ids=["rotated", "adaptive"])
+@pytest.mark.parametrize("shape", SHAPES[:4], ids=str)
+def test_the_kernel_that_rotates_normalizes_by_channel(shape, is_adaptive):
+    x, mean, factor = subject(shape)
+    # A constant group, one with values at both ends, one with NaN and infinity.
+    x = x.at[0].set(jnp.asarray(mean, x.dtype)).at[1].set(jnp.sign(x[1]))
+    x = x.at[-1, ..., 3].set(np.nan).at[-1, ..., 5].set(np.inf)
+    options = {"bits": 2, "group_size": 256, "is_adaptive": is_adaptive}
+    how = {"normalization": BY_CHANNEL, "interpret": True, "config": Config(4, 1)}
+    encode = functools.partial(rotation.encode, **options, **how)
+    got = jit(lambda x, *c: encode(x, SEED, coefficients=c))(x, mean, factor)
+    values = (np.asarray(x, np.float32) - mean) * factor
+    define = functools.partial(rotated_reference.encode, **options)
+    assert_equal(got, jit(define)(jnp.asarray(values), SEED))
+
+
 def operation(shape, axes=(-1,), dtype="bfloat16", **options):
     norm = Normalization(axes, is_centered=True)
     options = {"bits": 2} | options
@@ -117,5 +134,10 @@ def test_other_normalizations_run_the_definition(operation, reason):
 def test_a_gpu_runs_the_kernel():
     by_channel = operation((8, 4, 256))
     assert choose(by_channel, "h100").implementation == "triton"
+    rotating = rotated.Encode(
+        *(by_channel.shape, by_channel.dtype, 2),
+        normalization=by_channel.normalization,
+    )
+    assert choose(rotating, "h100").implementation == "triton"
     with pytest.raises(NotImplementedError, match="the kernel does no normalization"):
         choose(by_channel, "h100", "mosaic_gpu")

@@ -12,8 +12,7 @@ from jaxact_kernels.affine import reference
 from jaxact_kernels.affine.reference import Stored
 from jaxact_kernels.coded import CodedOperation
 from jaxact_kernels.device import Device
-from jaxact_kernels.dispatch import run
-from jaxact_kernels.normalization import Normalization, normalized_dtype
+from jaxact_kernels.encoding import EncodingOperation
 from jaxact_kernels.numbering import Numbering
 from jaxact_kernels.operation import Axes
 
@@ -42,35 +41,15 @@ class AffineOperation(CodedOperation):
 
 
 @dataclasses.dataclass(frozen=True)
-class Encode(AffineOperation):
+class Encode(EncodingOperation, AffineOperation):
     """Encode an array: (x, seed) to (words, metadata).
 
     Attributes:
         is_dithered: whether decoding will draw the noise again.
-        normalization: its result is encoded, and its coefficients are further operands;
-            None: x is encoded.
     """
 
     stochastic: bool = True
     is_dithered: bool = dataclasses.field(default=False, kw_only=True)
-    normalization: Normalization | None = dataclasses.field(default=None, kw_only=True)
-
-    @property
-    def is_called_on_cpu(self) -> bool:
-        # Else each of its passes would normalize the array again.
-        return self.normalization is None
-
-    @property
-    def inputs(self) -> tuple[Axes, ...]:
-        x = self.unpacked_axes
-        if self.normalization is None:
-            return x, ()
-        axes = tuple(x[axis] for axis in self.normalization.axes)
-        return x, (), *(self.normalization.count * (axes,))
-
-    @property
-    def outputs(self) -> tuple[Axes, ...]:
-        return self.stored_axes
 
     @property
     def options(self) -> dict[str, Any]:
@@ -78,47 +57,8 @@ class Encode(AffineOperation):
         return super().options | noise
 
     @property
-    def reference(self) -> Callable[..., Stored]:
-        normalize = self.normalization
-        if normalize is None:
-            return functools.partial(reference.encode, **self.options)
-        of_values = dataclasses.replace(
-            self,
-            dtype=normalized_dtype(self.dtype),
-            normalization=None,
-            is_fused=True,
-        )
-
-        def encode_normalized(
-            x: jax.Array, seed: jax.Array, *coefficients: jax.Array
-        ) -> Stored:
-            return run(of_values, normalize(x, *coefficients), seed)
-
-        return encode_normalized
-
-    def kernel(
-        self, implementation: str, numbering: Numbering | None
-    ) -> Callable[..., Stored]:
-        encode = functools.partial(
-            self.module(implementation).encode, **self.options, numbering=numbering
-        )
-        normalization = self.normalization
-        if normalization is None:
-            return encode
-
-        def encode_normalized(
-            x: jax.Array, seed: jax.Array, *arrays: jax.Array
-        ) -> Stored:
-            count = normalization.count
-            how = {"normalization": normalization, "coefficients": arrays[:count]}
-            return encode(x, seed, *arrays[count:], **how)
-
-        return encode_normalized
-
-    def _triton_declines(self, device: Device) -> str | None:
-        if self.normalization is not None and self.normalization.axes != (-1,):
-            return "the kernel normalizes by coefficients along the last axis alone"
-        return super()._triton_declines(device)
+    def definition(self) -> Callable[..., Stored]:
+        return functools.partial(reference.encode, **self.options)
 
     def _mosaic_declines(self, device: Device) -> str | None:
         if self.normalization is not None:

@@ -19,7 +19,6 @@ from jaxact_kernels.affine import group
 from jaxact_kernels.affine.group import small_float
 from jaxact_kernels.affine.reference import Stored
 from jaxact_kernels.affine.triton_codes import (
-    Tile,
     dithered_tiles,
     first_counter,
     fixed_point,
@@ -29,13 +28,14 @@ from jaxact_kernels.affine.triton_codes import (
     round_tiles,
     to_float32,
 )
+from jaxact_kernels.affine.triton_elements import Elements, operand_refs
 from jaxact_kernels.affine.triton_extremes import (
     are_ordinary,
     content_of,
     finite_extremes,
     summarize,
 )
-from jaxact_kernels.block import Block, TileNumber
+from jaxact_kernels.block import Block
 from jaxact_kernels.config import Config, heuristic
 from jaxact_kernels.launch import launch_decode, launch_encode
 from jaxact_kernels.layout import Layout, layout_of
@@ -167,14 +167,13 @@ def _encode(
     interpret: bool,
 ) -> None:
     block = Block(tiles)
-    *operand_refs, words_ref, metadata_ref = refs
-    end = len(operand_refs) - (normalization.count if normalization else 0)
-    (seed_ref, *first_ref), coefficients = operand_refs[:end], operand_refs[end:]
+    *operands, words_ref, metadata_ref = refs
+    (seed_ref, *first_ref), coefficients = operand_refs(operands, normalization)
     draw = None
     if stochastic:
         first = first_ref[0][0] if first_ref else None
         draw = noise.Draw(seed_ref[0], numbering, first)
-    load = functools.partial(_load, block, normalization, x_ref, coefficients)
+    load = Elements(block, x_ref, normalization, coefficients).load
     xs = [load(k) for k in range(tiles.count)]
     lo, hi, is_finite = finite_extremes(block, xs, can_pair=not interpret)
     is_ordinary = are_ordinary((lo, hi), is_finite, dtype)
@@ -210,21 +209,6 @@ def _encode(
     metadata, packed = lax.cond(is_ordinary, ordinary, special)
     block.store_words(words_ref, packed)
     block.store_groups(metadata_ref, metadata)
-
-
-def _load(
-    block: Block,
-    normalization: Normalization | None,
-    x_ref: jax.Ref,
-    coefficients: Sequence[jax.Ref],
-    k: TileNumber,
-) -> Tile:
-    """The elements in tile `k` to encode."""
-    x = block.load(x_ref, k)
-    if normalization is None:
-        return x
-    each = (block.load_by_channel(ref, k) for ref in coefficients)
-    return normalization.scaled(to_float32(x), *each)
 
 
 def _decode(

@@ -9,6 +9,7 @@ import jax
 
 from jaxact_kernels import checks
 from jaxact_kernels.coded import CodedOperation
+from jaxact_kernels.encoding import EncodingOperation
 from jaxact_kernels.numbering import Numbering
 from jaxact_kernels.operation import Axes
 from jaxact_kernels.rotated import reference
@@ -66,26 +67,12 @@ class RotatedOperation(CodedOperation):
 
 
 @dataclasses.dataclass(frozen=True)
-class Encode(RotatedOperation):
+class Encode(EncodingOperation, RotatedOperation):
     """Encode an array: (x, seed) to (words, metadata)."""
 
     @property
-    def inputs(self) -> tuple[Axes, ...]:
-        return self.unpacked_axes, ()
-
-    @property
-    def outputs(self) -> tuple[Axes, ...]:
-        return self.stored_axes
-
-    @property
-    def reference(self) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    def definition(self) -> Callable[..., tuple[jax.Array, jax.Array]]:
         return functools.partial(reference.encode, **self.options)
-
-    def kernel(
-        self, implementation: str, numbering: Numbering | None
-    ) -> Callable[..., tuple[jax.Array, jax.Array]]:
-        encode = self.module(implementation).encode
-        return functools.partial(encode, **self.options, numbering=numbering)
 
 
 @dataclasses.dataclass(frozen=True)

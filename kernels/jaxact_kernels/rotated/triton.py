@@ -24,6 +24,7 @@ from jaxact_kernels.affine.triton_codes import (
     round_tile,
     to_float32,
 )
+from jaxact_kernels.affine.triton_elements import Elements, operand_refs
 from jaxact_kernels.affine.triton_extremes import (
     are_ordinary,
     finite_extremes,
@@ -33,6 +34,7 @@ from jaxact_kernels.block import Block
 from jaxact_kernels.config import Config
 from jaxact_kernels.launch import launch_decode, launch_encode
 from jaxact_kernels.layout import Layout, layout_of
+from jaxact_kernels.normalization import Normalization, normalized_dtype
 from jaxact_kernels.numbering import Numbering
 from jaxact_kernels.rotated import adaptive, group
 from jaxact_kernels.rotated.centered import (
@@ -68,6 +70,8 @@ def encode(
     bits: float,
     group_size: int,
     is_adaptive: bool,
+    normalization: Normalization | None = None,
+    coefficients: Sequence[jax.Array] = (),
     numbering: Numbering | None = None,
     config: Config = CONFIG,
     interpret: bool = False,
@@ -75,6 +79,10 @@ def encode(
     """Words and metadata; see `jaxact_kernels.rotated.encode`.
 
     A shard has a `numbering` for its groups, and its first group's number.
+
+    Args:
+        normalization: its result is encoded; it has coefficients for the last axis.
+        coefficients: for the normalization.
     """
     layout = layout_of(x.shape, group_size)
     tiles, coded = rotated_tiles(layout, bits, config.groups)
@@ -82,7 +90,8 @@ def encode(
         _encode,
         tiles=tiles,
         coded=coded,
-        dtype=x.dtype,
+        dtype=normalized_dtype(x.dtype) if normalization else x.dtype,
+        normalization=normalization,
         is_adaptive=is_adaptive,
         numbering=numbering,
         interpret=interpret,
@@ -91,6 +100,7 @@ def encode(
         kernel,
         x,
         (seed, first),
+        coefficients,
         tiles=tiles,
         num_words=group.num_words(layout.group, bits),
         config=config,
@@ -154,19 +164,21 @@ def declines(layout: Layout, dtype: DTypeLike) -> str | None:
 
 def _encode(
     x_ref: jax.Ref,
-    seed_ref: jax.Ref,
     *refs: jax.Ref,
     tiles: Tiles,
     coded: Tiles,
     dtype: np.dtype,
+    normalization: Normalization | None,
     is_adaptive: bool,
     numbering: Numbering | None,
     interpret: bool,
 ) -> None:
     block = Block(tiles)
-    *first_ref, words_ref, metadata_ref = refs
+    *operands, words_ref, metadata_ref = refs
+    (seed_ref, *first_ref), coefficients = operand_refs(operands, normalization)
     draw = noise.Draw(seed_ref[0], numbering, first_ref[0][0] if first_ref else None)
-    lo, hi, xs = _ordinary(block, x_ref, dtype, interpret)
+    elements = Elements(block, x_ref, normalization, coefficients)
+    lo, hi, xs = _ordinary(block, elements, dtype, interpret)
     size, bits = tiles.layout.group, tiles.bits
     grid = frame((lo, hi), size)
     plain = affine_group.metadata(
@@ -179,9 +191,7 @@ def _encode(
     options = draw, is_adaptive, step, interpret
     codes, metadata = rotated_codes(block, distances, squares, mean, grid, *options)
     packed, is_rotated = tuple(coded.pack(codes)), grid.is_ordinary
-    again = lambda k: _clipped(
-        block, grid, to_float32(block.load(x_ref, k, again=True))
-    )
+    again = lambda k: _clipped(block, grid, to_float32(elements.load(k, again=True)))
     fixed = fixed_point(block, line)
     if is_adaptive:
         # From elements that are read once more, as few other values are alive here.
@@ -253,15 +263,15 @@ def _decode(
 
 
 def _ordinary(
-    block: Block, x_ref: jax.Ref, dtype: np.dtype, interpret: bool
+    block: Block, elements: Elements, dtype: np.dtype, interpret: bool
 ) -> tuple[jax.Array, jax.Array, tuple[Tile, ...]]:
     """Extremes, as in the affine format, and elements as float32, clipped to them."""
     count = block.tiles.count
-    xs = [block.load(x_ref, k) for k in range(count)]
+    xs = [elements.load(k) for k in range(count)]
     lo, hi, is_finite = finite_extremes(block, xs, can_pair=not interpret)
 
     def special() -> tuple[jax.Array, ...]:
-        load = lambda k: to_float32(block.load(x_ref, k))
+        load = lambda k: to_float32(elements.load(k))
         lo, hi, _ = summarize(block, load, affine_group.largest(dtype))
         grid = frame((lo, hi), block.tiles.layout.group)
         return lo, hi, *(_clipped(block, grid, to_float32(x)) for x in xs)
