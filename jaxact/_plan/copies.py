@@ -78,6 +78,8 @@ def copies(jaxpr: Jaxpr, codecs: Mapping[Var, Codec]) -> dict[Var, Copy]:
         dtype, order = v.aval.dtype, _own_order(v)
         if v in narrow and codec.bits is not None and codec.bits <= _MOST_BITS:
             dtype = narrow[v]
+        # The first axis stays, though experts may lie before the batch: XLA gathers an
+        # array to encode it that is split over devices along another one.
         if v in orders and codec.is_free_of_axes and orders[v][:1] == order[:1]:
             order = orders[v]
         if (dtype, order) != (v.aval.dtype, _own_order(v)):
