@@ -7,12 +7,10 @@ those of a GPT. From 5 bits on each bit divides by four. Times count the bytes t
 encoder and a decoder move, and the operations that they take, whichever is slower.
 """
 
-import functools
 import math
 from collections.abc import Mapping
 from typing import TypeAlias
 
-import jax
 import numpy as np
 
 from jaxact._bits.cost import NORMAL_GROUP, Cost, relative
@@ -26,6 +24,7 @@ from jaxact._codec import (
     Offload,
     Quantize,
     Rotated,
+    bytes_of,
 )
 from jaxact._jaxpr.labels import DERIVATIVE
 from jaxact._memory.targets import Gpu
@@ -143,13 +142,9 @@ def workspace(action: Action, residual: Residual) -> int:
     return math.prod(residual.shape) * residual.dtype.itemsize
 
 
-@functools.lru_cache(maxsize=4096)
 def _encoded(action: Action, shape: tuple[int, ...], dtype: np.dtype) -> int:
     assert isinstance(action, Codec), f"{action} stores nothing"
-    x = jax.ShapeDtypeStruct(shape, dtype)
-    seed = jax.ShapeDtypeStruct((), np.uint32)
-    stored = jax.eval_shape(action.encode, x, seed)
-    return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(stored))
+    return bytes_of(action, shape, dtype)
 
 
 def seconds(action: Action, residual: Residual, copies: int, gpu: Gpu) -> float:

@@ -12,3 +12,4 @@ from jaxact._codec.offload import Offload as Offload
 from jaxact._codec.per_sample import PerSample as PerSample
 from jaxact._codec.rotated import Adaptive as Adaptive, Rotated as Rotated
 from jaxact._codec.rounded import Rounded as Rounded
+from jaxact._codec.stored_size import bytes_of as bytes_of

@@ -2,13 +2,16 @@
 
 A kernel reads the array that it packs row by row. XLA writes one for it unless there is
 one; and the rest of the backward pass follows the order that the unpacked array has.
-Two kinds of residuals are in memory, but not as the program has them:
+Three kinds of residuals are in memory, but not as the program has them:
 
 - A float32 softmax in a bfloat16 network is there as its bfloat16 copy alone, which the
   product with the values reads (see `decoded_again.py`). To pack that adds a relative
   error of 2^-9 to an element, as the network's own products have it.
 - What a transposed product makes, such as `einsum("BTNH,BSNH->BTNS")`, stays where the
   product put it, and so do elementwise functions after it.
+- A value that the next product reads transposed is in memory in that order too, as
+  those that a vision transformer's attention mixes. Rows of 197 tokens waste 14 % of
+  the words that they are packed into, those of their channels nothing.
 
 Predicted for an H100 at 4 bits, bfloat16: four blocks with
 `jax.nn.dot_product_attention` (8 x 2048 tokens, 16 heads), with a float32 softmax, take
@@ -25,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxact._codec import Codec
+from jaxact._codec import Codec, bytes_of
 from jaxact._jaxpr.primitives import MATMULS
 from jaxact._jaxpr.read import is_elementwise, variables_in
 from jaxact._jaxpr.types import Dtype, Env, Jaxpr, Var
@@ -72,7 +75,7 @@ def copies(jaxpr: Jaxpr, codecs: Mapping[Var, Codec]) -> dict[Var, Copy]:
       jaxpr: the program that makes them.
       codecs: for each residual that is encoded.
     """
-    narrow, orders = _narrow(jaxpr), _orders(jaxpr)
+    narrow, orders, read_as = _narrow(jaxpr), _orders(jaxpr), _read_as(jaxpr)
     found: dict[Var, Copy] = {}
     for v, codec in codecs.items():
         dtype, order = v.aval.dtype, _own_order(v)
@@ -82,6 +85,8 @@ def copies(jaxpr: Jaxpr, codecs: Mapping[Var, Codec]) -> dict[Var, Copy]:
         # array to encode it that is split over devices along another one.
         if v in orders and codec.is_free_of_axes and orders[v][:1] == order[:1]:
             order = orders[v]
+        if v in read_as and codec.is_free_of_axes and read_as[v][:1] == order[:1]:
+            order = _smaller(codec, v, order, read_as[v])
         if (dtype, order) != (v.aval.dtype, _own_order(v)):
             found[v] = Copy(dtype, order)
     return found
@@ -122,6 +127,28 @@ def _orders(jaxpr: Jaxpr) -> dict[Var, _Order]:
             if len(distinct := {found[x] for x in same}) == 1:
                 found[v] = distinct.pop()
     return found
+
+
+def _read_as(jaxpr: Jaxpr) -> dict[Var, _Order]:
+    """The order in which a matrix product reads a variable that it reads transposed."""
+    found: dict[Var, _Order] = {}
+    read: set[Var] = set()
+    for eqn in reversed(jaxpr.eqns):
+        name, inputs = eqn.primitive.name, variables_in(eqn.invars)
+        if name in MATMULS or (name == "reshape" and eqn.outvars[0] in read):
+            read.update(inputs)
+        elif name == "transpose" and eqn.outvars[0] in read:
+            found[inputs[0]] = tuple(eqn.params["permutation"])
+    return found
+
+
+def _smaller(codec: Codec, v: Var, first: _Order, second: _Order) -> _Order:
+    """The second order where fewer bytes are stored in it, by a twentieth at least."""
+    sizes = [
+        bytes_of(codec, tuple(v.aval.shape[axis] for axis in order), v.aval.dtype)
+        for order in (first, second)
+    ]
+    return second if sizes[1] <= 0.95 * sizes[0] else first
 
 
 def _own_order(v: Var) -> _Order:
