@@ -10,8 +10,8 @@ digits. At 4 bits, in brackets uncompressed (`--policy none`; one seed, JAX 0.12
             test accuracy    stored, MiB    temp, CPU, MiB
   digits    89.7 (90.3) %    6.2 (45.1)     11.3 (52.2)
 
-Full: ViT-B/16 and 1,500,000 steps of 256 images. A step of 64 takes 1164 MiB of
-temporaries on an H100, uncompressed 6023, `--bits 2` 736, as compiled for one by
+Full: ViT-B/16 and 1,500,000 steps of 256 images. A step of 64 takes 1156 MiB of
+temporaries on an H100, uncompressed 6023, `--bits 2` 732, as compiled for one by
 `benchmarks/step.py`. On an H100 such steps took 1.04 times as long as uncompressed at 4
 bits (`benchmarks/gpu.py`); a full training was not run.
 """
