@@ -36,6 +36,11 @@ class NoiseShare(Saved):
         return self.rounding / self.batches if self.batches else float("inf")
 
     def __str__(self) -> str:
+        if not self.batches:
+            return (
+                f"rounding adds a variance of {self.rounding:.3g} to the gradient, and "
+                "none between batches is seen beside it"
+            )
         return (
             f"rounding adds {self.share:.2g} times the variance between batches to the "
             f"gradient ({self.rounding:.3g} and {self.batches:.3g})"
@@ -128,9 +133,10 @@ def noise_share(
     rounding = within / between.count
     found = NoiseShare(rounding, max(0.0, between.variance - rounding / draws))
     if found.share > limit:
+        equal = "" if found.batches else " Are the batches the same? If not:"
         warnings.warn(
-            f"jaxact: {found}; the limit is {limit:g}. Use more bits, or give them to "
-            "the residuals that need them: jaxact.allocate.",
+            f"jaxact: {found}; the limit is {limit:g}.{equal} Use more bits, or give "
+            "them to the residuals that need them: jaxact.allocate.",
             CompressionWarning,
             stacklevel=3,
         )

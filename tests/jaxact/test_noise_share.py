@@ -70,6 +70,21 @@ def test_noise_that_hides_the_batches():
     assert np.inf in shares and min(shares) > 1
 
 
+@pytest.mark.filterwarnings("ignore:jaxact")
+def test_batches_that_do_not_differ_are_asked_about():
+    alike = jnp.ones((3, 32, 64))
+    for i in range(20):  # each estimate is 0 with a probability of about a half
+        with pytest.warns(jaxact.CompressionWarning) as caught:
+            found = jaxact.noise_share(noisy(1.0), alike, key=jax.random.key(i))
+        assert ("Are the batches the same?" in str(caught[0].message)) == (
+            found.batches == 0
+        )
+        assert "inf" not in str(found)
+        if not found.batches:
+            return
+    raise AssertionError("20 estimates above 0")
+
+
 def test_a_key_that_reaches_nothing():
     with pytest.raises(ValueError, match="the same at all keys.*rounding_key=key"):
         jaxact.noise_share(lambda batch, key: batch, BATCHES)
