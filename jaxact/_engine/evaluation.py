@@ -15,6 +15,7 @@ from typing import TypeAlias
 
 import jax
 
+from jaxact._engine.depths import Sources, decoded_anew, sources
 from jaxact._engine.lone import lone_barrier
 from jaxact._engine.sums import is_in_steps, sum_in_steps
 from jaxact._jaxpr.evaluate import bind, value_of
@@ -101,14 +102,23 @@ class Evaluation:
     Attributes:
       env: the values so far.
       unread: packed arrays that no equation so far has read.
+      sources: the packed arrays from which values are decoded.
+      anew: for equations' indices, those to decode anew.
     """
 
     order: Order
     env: Env
     unread: set[Var] = dataclasses.field(init=False)
+    sources: Sources = dataclasses.field(init=False)
+    anew: dict[int, list[Var]] = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         self.unread = set(self.order.packed)
+        eqns, dependent = self.order.jaxpr.eqns, self.order.dependent
+        others = sorted(set(range(len(eqns))).difference(dependent))
+        self.sources = sources(self.order.packed, [eqns[i] for i in others])
+        found = decoded_anew([eqns[i] for i in dependent], self.sources)
+        self.anew = {dependent[i]: packed for i, packed in found.items()}
 
     def outputs(self) -> list[jax.Array]:
         """The program's results."""
@@ -122,6 +132,12 @@ class Evaluation:
 
     def step(self, i: int) -> None:
         """The equation with this index, which depends on the cotangents."""
+        if packed := self.anew.get(i, []):
+            values = lone_barrier([self.env[v] for v in packed], on_cpu=False)
+            self.env.update(zip(packed, values, strict=True))
+            for v, own in self.sources.items():
+                if v not in packed and not set(own).isdisjoint(packed):
+                    self.env.pop(v, None)
         self.evaluate(self.order.jaxpr.eqns[i])
 
     def evaluate(self, eqn: Eqn) -> None:
