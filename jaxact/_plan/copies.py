@@ -41,7 +41,7 @@ _Order: TypeAlias = tuple[int, ...]
 # Results that have no order of their own: they are computed where they are read.
 _ANYWHERE = frozenset("broadcast_in_dim iota random_bits".split())
 _LOOPS = frozenset(["scan", "while"])
-_GROUP_SIZE = 256  # of codecs that do not say theirs
+_GROUP_SIZE = 256  # the codecs' default
 # Types to encode from instead of float32, and with how many bits: more would show it.
 _NARROW = frozenset(map(jnp.dtype, (jnp.bfloat16, jnp.float16)))
 _MOST_BITS = 8
@@ -155,7 +155,7 @@ def _may_lie(codec: Codec, v: Var, order: _Order) -> bool:
     is cut finer than its groups would be gathered.
     """
     shape = tuple(v.aval.shape[axis] for axis in order)
-    lead = layout_of(shape, getattr(codec, "group_size", _GROUP_SIZE)).lead
+    lead = layout_of(shape, _GROUP_SIZE).lead
     return codec.is_free_of_axes and 0 in order[: len(lead)]
 
 
