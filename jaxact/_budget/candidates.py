@@ -11,8 +11,6 @@ import math
 from collections.abc import Mapping
 from typing import TypeAlias
 
-import numpy as np
-
 from jaxact._bits.cost import NORMAL_GROUP, Cost, relative
 from jaxact._bits.widths import FORMATS, action_of
 from jaxact._codec import (
@@ -125,11 +123,12 @@ def stored_bytes(action: Action, residual: Residual, copies: int) -> int:
     if isinstance(action, Exact):
         return copies * math.prod(shape) * dtype.itemsize
     if type(action) in FORMATS and getattr(action, "group_size", 0) == 256:
-        first, second = (_encoded(Quantize(b), shape, dtype) for b in (1, 2))
+        first, second = (bytes_of(Quantize(b), shape, dtype) for b in (1, 2))
         bits = action.bits or 0
         seed = 0 if isinstance(action, Quantize) else _SEED_BYTES
         return copies * (first + int((bits - 1) * (second - first)) + seed)
-    return copies * _encoded(action, shape, dtype)
+    assert isinstance(action, Codec), f"{action} stores nothing"
+    return copies * bytes_of(action, shape, dtype)
 
 
 def workspace(action: Action, residual: Residual) -> int:
@@ -140,11 +139,6 @@ def workspace(action: Action, residual: Residual) -> int:
     if not isinstance(action, _WHOLE):
         return 0
     return math.prod(residual.shape) * residual.dtype.itemsize
-
-
-def _encoded(action: Action, shape: tuple[int, ...], dtype: np.dtype) -> int:
-    assert isinstance(action, Codec), f"{action} stores nothing"
-    return bytes_of(action, shape, dtype)
 
 
 def seconds(action: Action, residual: Residual, copies: int, gpu: Gpu) -> float:

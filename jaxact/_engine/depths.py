@@ -50,7 +50,7 @@ def decoded_anew(eqns: Iterable[Eqn], known: Sources) -> dict[int, list[Var]]:
       known: the `sources` of the other ones' results.
     """
     depths: dict[Var, int] = {}
-    first: dict[Var, dict[int, int]] = {}  # the first equation at each depth
+    first: dict[Var, dict[int, int]] = {}  # the first equation at each depth, in order
     for i, eqn in enumerate(eqns):
         inputs = variables_in(eqn.invars)
         depth = max((depths.get(v, 0) for v in inputs), default=0)
@@ -63,7 +63,7 @@ def decoded_anew(eqns: Iterable[Eqn], known: Sources) -> dict[int, list[Var]]:
     found: dict[int, list[Var]] = {}
     for v, places in first.items():
         if _MOST < len(places) <= 2 * _MOST:
-            found.setdefault(sorted(places.values())[_MOST], []).append(v)
+            found.setdefault(list(places.values())[_MOST], []).append(v)
     return found
 
 

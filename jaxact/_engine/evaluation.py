@@ -115,7 +115,7 @@ class Evaluation:
     def __post_init__(self) -> None:
         self.unread = set(self.order.packed)
         eqns, dependent = self.order.jaxpr.eqns, self.order.dependent
-        others = sorted(set(range(len(eqns))).difference(dependent))
+        others = dict.fromkeys(self.order.producers.values())
         self.sources = sources(self.order.packed, [eqns[i] for i in others])
         found = decoded_anew([eqns[i] for i in dependent], self.sources)
         self.anew = {dependent[i]: packed for i, packed in found.items()}

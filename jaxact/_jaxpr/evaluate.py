@@ -10,11 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import core, lax
 from jax.extend import source_info_util
-from jax.sharding import AxisType
 from jax.stages import Wrapped
 
 from jaxact._jaxpr.compat import bind_params, open_jaxpr
-from jaxact._jaxpr.read import is_literal
+from jaxact._jaxpr.read import is_literal, is_split_explicitly
 from jaxact._jaxpr.types import Array, Atom, Aval, ClosedJaxpr, Env, Eqn, Jaxpr, PyTree
 
 
@@ -120,11 +119,9 @@ def placed(x: jax.Array, aval: Aval) -> jax.Array:
 
     An axis that a codec cuts through its groups is split no longer when decoded.
     """
-    sharding = aval.sharding
-    is_explicit = AxisType.Explicit in sharding.mesh.axis_types
-    if not is_explicit or jax.typeof(x).sharding == sharding:
+    if not is_split_explicitly(aval) or jax.typeof(x).sharding == aval.sharding:
         return x
-    return jax.sharding.reshard(x, sharding)
+    return jax.sharding.reshard(x, aval.sharding)
 
 
 def varying_alike(values: Sequence[Array]) -> list[Any]:

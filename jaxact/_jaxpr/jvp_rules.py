@@ -59,7 +59,7 @@ def _inputs_with_tangents(eqn: Eqn) -> tuple[list[Any], list[Any]]:
     primals = [
         # A rule may ask for operands that are split alike, over a mesh's Explicit axes.
         jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=v.aval.sharding)
-        if is_split_explicitly(v)
+        if is_split_explicitly(v.aval)
         else jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)
         for v in eqn.invars
     ]

@@ -21,6 +21,7 @@ from jaxact._jaxpr.primitives import (
 )
 from jaxact._jaxpr.types import (
     Atom,
+    Aval,
     ClosedJaxpr,
     Dtype,
     Eqn,
@@ -86,9 +87,9 @@ def is_complex(v: Atom) -> bool:
     return jnp.issubdtype(v.aval.dtype, jnp.complexfloating)
 
 
-def is_split_explicitly(v: Atom) -> bool:
-    """Whether its type says how it is split over a mesh."""
-    return AxisType.Explicit in v.aval.sharding.mesh.axis_types
+def is_split_explicitly(aval: Aval) -> bool:
+    """Whether a type says how the array is split over a mesh."""
+    return AxisType.Explicit in aval.sharding.mesh.axis_types
 
 
 def literal_key(v: Atom) -> Hashable:

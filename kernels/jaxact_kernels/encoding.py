@@ -33,11 +33,13 @@ class EncodingOperation(CodedOperation):
 
     @property
     def is_called_on_cpu(self) -> bool:
+        """Not with a normalization."""
         # Else each of its passes would normalize the array again.
         return self.normalization is None
 
     @property
     def inputs(self) -> tuple[Axes, ...]:
+        """Axes of the array, of the seed, and of each coefficient."""
         x = self.unpacked_axes
         if self.normalization is None:
             return x, ()
@@ -46,10 +48,12 @@ class EncodingOperation(CodedOperation):
 
     @property
     def outputs(self) -> tuple[Axes, ...]:
+        """Axes of words and metadata."""
         return self.stored_axes
 
     @property
     def reference(self) -> Callable[..., tuple[jax.Array, jax.Array]]:
+        """The definition, of the normalized values where there is a normalization."""
         normalize = self.normalization
         if normalize is None:
             return self.definition
@@ -70,6 +74,7 @@ class EncodingOperation(CodedOperation):
     def kernel(
         self, implementation: str, numbering: Numbering | None
     ) -> Callable[..., tuple[jax.Array, jax.Array]]:
+        """The kernel, which takes the coefficients behind the seed."""
         module, normalization = self.module(implementation), self.normalization
         options: dict[str, Any] = {**self.options, "numbering": numbering}
 
