@@ -203,10 +203,13 @@ class Passes:
         """The array that a residual is encoded from."""
         plan = self.plan
         x = will_be_rounded(env[plan.source(v)], plan.decisions[v])
-        is_fused, norm = v in plan.fused, plan.normalized.get(v)
+        is_fused, norm = v in plan.fused, plan.norms.get(v)
         if v in plan.compared:
-            return Source(lax.stop_gradient(x), is_fused)  # a mask has no derivative
+            x = lax.stop_gradient(x)  # a mask has no derivative
+            x = plan.copies[v].ordered(x) if v in plan.copies else x
+            return Source(x, is_fused)
         if norm is not None and not is_fused:
+            x = norm.ordered(x)
             how = norm.normalization(x.ndim), norm.operands(x, env)
             return Source(x, is_fused, *how)
         return Source(plan.maps[v].apply(x, env) if v in plan.maps else x, is_fused)

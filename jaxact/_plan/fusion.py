@@ -34,7 +34,8 @@ def in_memory(jaxpr: Jaxpr, outputs: Sequence[Atom]) -> frozenset[Var]:
       outputs: those that the program is evaluated for, beside the stored values.
     """
     narrow = narrowed(jaxpr, outputs)
-    return (_read_whole(jaxpr, outputs) | _costly(jaxpr)).difference(narrow)
+    found = _read_whole(jaxpr, outputs) | _costly(jaxpr) | _biased(jaxpr)
+    return found.difference(narrow)
 
 
 def _read_whole(jaxpr: Jaxpr, outputs: Sequence[Atom]) -> frozenset[Var]:
@@ -50,6 +51,22 @@ def _read_whole(jaxpr: Jaxpr, outputs: Sequence[Atom]) -> frozenset[Var]:
         ):
             found.update(variables_in(eqn.invars))
     return frozenset(found)
+
+
+def _biased(jaxpr: Jaxpr) -> set[Var]:
+    """Convolutions with a bias, which XLA adds in the convolution's own kernel."""
+    convolved: set[Var] = set()
+    found: set[Var] = set()
+    for eqn in jaxpr.eqns:
+        outputs = eqn.outvars
+        if eqn.primitive.name == "conv_general_dilated":
+            convolved.update(outputs)
+        elif eqn.primitive.name == "add":
+            size = outputs[0].aval.size
+            whole = [v for v in variables_in(eqn.invars) if v.aval.size == size]
+            if len(whole) == 1 and whole[0] in convolved:
+                found.update(outputs)
+    return found
 
 
 def _read_later(jaxpr: Jaxpr) -> set[Var]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxact._codec import Bitfield, Bitmask, Exact
 from jaxact._decision import Decision, Reason
@@ -24,6 +25,7 @@ from jaxact._plan.comparisons import Comparison, comparisons
 from jaxact._plan.copies import Copy, copies
 from jaxact._plan.forward import Forward
 from jaxact._plan.fusion import in_memory
+from jaxact._plan.order import Order
 from jaxact._plan.products import with_products_apart
 from jaxact._policy import Policy
 from jaxact_kernels.normalization import Normalization, normalized_dtype
@@ -72,6 +74,7 @@ class Normalized:
         for a value that is centered already, or that a norm does not center.
       inverse: whether `deviation` is one over the deviation.
       axes: those of the array, in order; along the others the map is constant.
+      order: that the array's axes are in first, where it is not their own.
       may_vanish: whether the program may have rows without a deviation.
       is_gathered: whether the coefficients are those of segments, which the elements
         of the array gather.
@@ -93,6 +96,14 @@ class Normalized:
     degree: float = 1
     centered: Var | None = None
     then: "Normalized | None" = None
+    order: Order | None = None
+
+    def lying(self, order: Order) -> "Normalized":
+        """The map for an array with its axes in this order, if there is one."""
+        axes = tuple(order.index(axis) for axis in self.axes)
+        if self.then is not None or list(axes) != sorted(axes):
+            return self
+        return dataclasses.replace(self, axes=axes, order=order)
 
     def of_power(self, exponent: float) -> "Normalized":
         """The map for a power with this exponent, if there is no mean."""
@@ -118,14 +129,15 @@ class Normalized:
     def contents(self) -> Hashable:
         """Equal for maps by the same values."""
         own = (self.mean, self.deviation, self.inverse, self.axes, self.degree)
-        return own, self.sources, self.then and self.then.contents
+        return own, self.order, self.sources, self.then and self.then.contents
 
-    def is_by_channel(self, rank: int) -> bool:
-        """Whether it is one map with coefficients for the last of so many axes."""
-        return self.then is None and self.axes == (rank - 1,)
+    def ordered(self, x: jax.Array) -> jax.Array:
+        """`x` with its axes in the map's order."""
+        return x if self.order is None else x.transpose(self.order)
 
     def apply(self, x: jax.Array, env: Env) -> jax.Array:
         """The normalized array to store for `x`, in float32 or wider."""
+        x = self.ordered(x)
         x = self.normalization(x.ndim)(x, *self.operands(x, env))
         return self.then.apply(x, env) if self.then else x
 
@@ -135,7 +147,7 @@ class Normalized:
         return Normalization(axes, is_centered=self.mean is not None)
 
     def operands(self, x: jax.Array, env: Env) -> list[jax.Array]:
-        """The coefficients of `normalization`."""
+        """The coefficients of `normalization`, for an array in the map's order."""
         *mean, scale = self._coefficients(x, env)
         # No division for each element: a GPU takes ten instructions for one.
         return [*mean, scale if self.inverse else 1 / scale]
@@ -154,6 +166,9 @@ class Normalized:
         if self.centered is not None:
             centered, _ = self._undo(stored, env)
             found[self.centered] = centered.astype(self.centered.aval.dtype)
+        if self.order is not None:
+            own = np.argsort(self.order)
+            found = {u: value.transpose(own) for u, value in found.items()}
         return found
 
     def _undo(self, stored: jax.Array, env: Env) -> tuple[jax.Array, list[jax.Array]]:
@@ -167,8 +182,10 @@ class Normalized:
 
     def like(self, v: Var) -> jax.ShapeDtypeStruct:
         """The normalized array's shape and dtype, for a variable."""
+        shape = v.aval.shape
+        order = self.order or range(len(shape))
         dtype = normalized_dtype(v.aval.dtype)
-        return jax.ShapeDtypeStruct(tuple(v.aval.shape), dtype)
+        return jax.ShapeDtypeStruct(tuple(shape[axis] for axis in order), dtype)
 
     def _coefficients(self, x: jax.Array, env: Env) -> list[jax.Array]:
         """The mean, if there is one, and the scale; with the sizes of `axes`."""
@@ -274,9 +291,9 @@ class StoragePlan:
         return frozenset(v for v in self.packed if self._is_fused(v))
 
     def _is_fused(self, v: Var) -> bool:
-        norm, rank = self.normalized.get(v), len(v.aval.shape)
-        # No kernel applies another map to what it reads.
-        if norm is not None and (v in self.apart or not norm.is_by_channel(rank)):
+        norm = self.normalized.get(v)
+        # No kernel applies two maps to the elements that it reads.
+        if norm is not None and (v in self.apart or norm.then is not None):
             return True
         is_computed = self.decisions[v].residual.primitive in FUSED
         return is_computed and v not in self._in_memory
@@ -306,6 +323,22 @@ class StoragePlan:
         return self.forward.jaxpr.outvars[: self.forward.num_outputs]
 
     @functools.cached_property
+    def copies(self) -> dict[Var, Copy]:
+        """The packed variables that are in memory otherwise than as themselves."""
+        whole = [v for v in self.packed if v not in self.apart]
+        codecs = {v: self.decisions[v].codec for v in whole}
+        return copies(self.forward.jaxpr, codecs)
+
+    @functools.cached_property
+    def norms(self) -> dict[Var, Normalized]:
+        """Those in `normalized`, of arrays as they lie in memory."""
+        moved = self.copies
+        return {
+            v: norm.lying(moved[v].order) if v in moved else norm
+            for v, norm in self.normalized.items()
+        }
+
+    @functools.cached_property
     def maps(self) -> dict[Var, Normalized | Copy | Apart | _Both]:
         """What some packed variables are encoded through: a norm, or their copy."""
         both = {
@@ -313,11 +346,7 @@ class StoragePlan:
             for v, one in self.apart.items()
             if v in self.normalized
         }
-        own = {**self.normalized, **self.apart, **both}
-        others = own.keys() | self.compared.keys()
-        whole = [v for v in self.packed if v not in others]
-        codecs = {v: self.decisions[v].codec for v in whole}
-        return {**copies(self.forward.jaxpr, codecs), **own}
+        return {**self.copies, **self.norms, **self.apart, **both}
 
     @functools.cached_property
     def program(self) -> ClosedJaxpr:

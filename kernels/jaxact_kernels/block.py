@@ -9,6 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from jaxact_kernels.along import Along
 from jaxact_kernels.layout import Layout
 from jaxact_kernels.tiles import Tiles, column_slot
 
@@ -66,25 +67,14 @@ class Block:
         index, is_real = self._tile(k)
         return _load(ref, index, is_real, volatile=again)
 
-    def load_by_channel(self, ref: jax.Ref, k: TileNumber) -> jax.Array:
-        """Load, for the elements in tile `k`, values along the array's last axis.
+    def load_along(self, ref: jax.Ref, k: TileNumber, along: Along) -> jax.Array:
+        """Load, for the elements in tile `k`, values that differ along some axes.
 
         0 where there are no elements.
         """
-        layout, size = self.tiles.layout, np.int32(ref.shape[0])
         element = lax.add(self.column, k * np.int32(self.tiles.width))
-        if layout.group % size == 0 and not layout.padding:
-            # Each group starts at channel 0: the 64 channels of a ResNet's first stage.
-            channel = lax.rem(element, size)
-        elif size % layout.group == 0:
-            # A row has whole groups: the wide layers of a ResNet.
-            group = lax.rem(self.number, np.int32(size // layout.group))
-            channel = lax.add(element, self._start_of(group))
-        else:
-            # The 40 or 112 channels of an EfficientNet.
-            group = lax.rem(self.number, np.int32(layout.num_groups))
-            channel = lax.rem(lax.add(element, self._start_of(group)), size)
-        return _load(ref, (channel,), self.is_real(k))
+        index = along.index(self.number, element)
+        return _load(ref, (index,), self.is_real(k))
 
     def store(
         self, ref: jax.Ref, k: TileNumber, x: jax.Array, only: jax.Array | None = None

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 
 from jaxact_kernels.coded import CodedOperation
-from jaxact_kernels.device import Device
 from jaxact_kernels.dispatch import run
 from jaxact_kernels.normalization import Normalization, normalized_dtype
 from jaxact_kernels.numbering import Numbering
@@ -88,8 +87,3 @@ class EncodingOperation(CodedOperation):
             return module.encode(x, seed, *arrays[count:], **options, **how)
 
         return encode
-
-    def _triton_declines(self, device: Device) -> str | None:
-        if self.normalization is not None and self.normalization.axes != (-1,):
-            return "the kernel normalizes by coefficients along the last axis alone"
-        return super()._triton_declines(device)

@@ -72,6 +72,36 @@ def test_the_kernel_normalizes_odd_values_and_values_without_a_mean():
     assert_equal(got, wanted(values, bits=4))
 
 
+ALONG = [
+    ((2, 4, 8, 64), (-4, -1)),  # an instance norm; a group has whole rows of channels
+    ((2, 3, 5, 40), (-4, -1)),  # padded rows of channels
+    ((2, 3, 512), (-3, -1)),
+    ((3, 4, 4, 512), (-2, -1)),
+    ((2, 8, 4, 96), (-4, -2)),  # two axes, neither the last
+    ((2, 3, 12, 64), (-4, -3, -2)),  # a norm by head: rows within a group
+    ((3, 5, 2, 256), (-4, -3, -2)),  # and rows that are one
+    ((2, 3, 2, 512), (-3,)),
+    ((2, 4, 3, 8, 4), (-5, -2)),  # a group norm's channels, split
+    ((4, 300), (-2,)),
+    ((2, 8, 64), ()),
+]
+
+
+@pytest.mark.parametrize("shape, axes", ALONG, ids=str)
+def test_the_kernel_normalizes_along_any_axes(shape, axes):
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+    sizes = [shape[axis] for axis in axes]
+    mean = np.asarray(np.round(4 * rng.standard_normal(sizes)) / 4, np.float32)
+    factor = np.asarray(2.0 ** rng.integers(-2, 3, sizes), np.float32)
+    kept = [n if axis - len(shape) in axes else 1 for axis, n in enumerate(shape)]
+    values = (np.asarray(x, np.float32) - mean.reshape(kept)) * factor.reshape(kept)
+    got = by_kernel(
+        x, mean, factor, normalization=Normalization(axes, is_centered=True)
+    )
+    assert_equal(got, wanted(values))
+
+
 @pytest.mark.parametrize("is_adaptive", [False, True], ids=["rotated", "adaptive"])
 @pytest.mark.parametrize("shape", SHAPES[:4], ids=str)
 def test_the_kernel_that_rotates_normalizes_by_channel(shape, is_adaptive):
@@ -117,23 +147,17 @@ def test_mapped_arrays_have_their_own_coefficients():
     assert_equal(got, jax.tree.map(lambda *parts: jnp.stack(parts), *alone))
 
 
-@pytest.mark.parametrize(
-    "operation, reason",
-    [
-        (operation((8, 4, 256), axes=(-3, -2)), "along the last axis alone"),
-        (operation((8, 256), dtype="float64"), "float32, bfloat16 and float16"),
-    ],
-    ids=["rows", "float64"],
-)
-def test_other_normalizations_run_the_definition(operation, reason):
-    choice = choose(operation, "h100")
+def test_float64_runs_the_definition():
+    choice = choose(operation((8, 256), dtype="float64"), "h100")
     assert choice.implementation == "reference"
-    assert reason in dict(choice.declined)["triton"]
+    assert "float32, bfloat16 and float16" in dict(choice.declined)["triton"]
 
 
 def test_a_gpu_runs_the_kernel():
     by_channel = operation((8, 4, 256))
     assert choose(by_channel, "h100").implementation == "triton"
+    by_row = operation(by_channel.shape, (-3, -2))
+    assert choose(by_row, "h100").implementation == "triton"
     rotating = rotated.Encode(
         *(by_channel.shape, by_channel.dtype, 2),
         normalization=by_channel.normalization,

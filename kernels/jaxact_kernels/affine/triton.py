@@ -71,7 +71,7 @@ def encode(
     A shard has a `numbering` for its groups, and its first group's number.
 
     Args:
-        normalization: its result is encoded; it has coefficients for the last axis.
+        normalization: its result is encoded.
         coefficients: for the normalization.
     """
     layout = layout_of(x.shape, group_size)
@@ -82,6 +82,7 @@ def encode(
         _encode,
         tiles=tiles,
         dtype=dtype,
+        shape=x.shape,
         normalization=normalization,
         stochastic=stochastic,
         is_dithered=is_dithered,
@@ -92,7 +93,7 @@ def encode(
         kernel,
         x,
         (seed, first),
-        coefficients,
+        [lax.reshape(c, (c.size,)) for c in coefficients],
         tiles=tiles,
         num_words=words.num_words(layout.group, bits),
         config=config,
@@ -160,6 +161,7 @@ def _encode(
     *refs: jax.Ref,
     tiles: Tiles,
     dtype: np.dtype,
+    shape: tuple[int, ...],
     normalization: Normalization | None,
     stochastic: bool,
     is_dithered: bool,
@@ -173,7 +175,7 @@ def _encode(
     if stochastic:
         first = first_ref[0][0] if first_ref else None
         draw = noise.Draw(seed_ref[0], numbering, first)
-    load = Elements(block, x_ref, normalization, coefficients).load
+    load = Elements(block, x_ref, shape, normalization, coefficients).load
     xs = [load(k) for k in range(tiles.count)]
     lo, hi, is_finite = finite_extremes(block, xs, can_pair=not interpret)
     is_ordinary = are_ordinary((lo, hi), is_finite, dtype)

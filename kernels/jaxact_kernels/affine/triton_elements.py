@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import jax
 
 from jaxact_kernels.affine.triton_codes import Tile, to_float32
+from jaxact_kernels.along import Along
 from jaxact_kernels.block import Block, TileNumber
 from jaxact_kernels.normalization import Normalization
 
@@ -15,12 +16,14 @@ class Elements:
     """Elements in memory, and how they are encoded.
 
     Attributes:
+        shape: of the array.
         normalization: its result is encoded; None: the array itself.
-        coefficients: for it, along the last axis.
+        coefficients: for it, flat.
     """
 
     block: Block
     x: jax.Ref
+    shape: tuple[int, ...]
     normalization: Normalization | None
     coefficients: Sequence[jax.Ref]
 
@@ -32,7 +35,9 @@ class Elements:
         x = self.block.load(self.x, k, again=again)
         if self.normalization is None:
             return x
-        each = (self.block.load_by_channel(c, k) for c in self.coefficients)
+        layout = self.block.tiles.layout
+        along = Along.of(self.shape, self.normalization.axes, layout)
+        each = (self.block.load_along(c, k, along) for c in self.coefficients)
         return self.normalization.scaled(to_float32(x), *each)
 
 

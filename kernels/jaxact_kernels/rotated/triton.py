@@ -81,7 +81,7 @@ def encode(
     A shard has a `numbering` for its groups, and its first group's number.
 
     Args:
-        normalization: its result is encoded; it has coefficients for the last axis.
+        normalization: its result is encoded.
         coefficients: for the normalization.
     """
     layout = layout_of(x.shape, group_size)
@@ -91,6 +91,7 @@ def encode(
         tiles=tiles,
         coded=coded,
         dtype=normalized_dtype(x.dtype) if normalization else x.dtype,
+        shape=x.shape,
         normalization=normalization,
         is_adaptive=is_adaptive,
         numbering=numbering,
@@ -100,7 +101,7 @@ def encode(
         kernel,
         x,
         (seed, first),
-        coefficients,
+        [lax.reshape(c, (c.size,)) for c in coefficients],
         tiles=tiles,
         num_words=group.num_words(layout.group, bits),
         config=config,
@@ -168,6 +169,7 @@ def _encode(
     tiles: Tiles,
     coded: Tiles,
     dtype: np.dtype,
+    shape: tuple[int, ...],
     normalization: Normalization | None,
     is_adaptive: bool,
     numbering: Numbering | None,
@@ -177,7 +179,7 @@ def _encode(
     *operands, words_ref, metadata_ref = refs
     (seed_ref, *first_ref), coefficients = operand_refs(operands, normalization)
     draw = noise.Draw(seed_ref[0], numbering, first_ref[0][0] if first_ref else None)
-    elements = Elements(block, x_ref, normalization, coefficients)
+    elements = Elements(block, x_ref, shape, normalization, coefficients)
     lo, hi, xs = _ordinary(block, elements, dtype, interpret)
     size, bits = tiles.layout.group, tiles.bits
     grid = frame((lo, hi), size)
