@@ -119,7 +119,7 @@ def _report(
     program: Jaxpr,
     decisions: Sequence[Decision],
 ) -> None:
-    notice(policy, title, decisions)
+    notice(policy, title, decisions, is_for_all=override is not None)
     if override is not None and override.observer is not None:
         override.observer(path, program, decisions)
 

@@ -47,6 +47,7 @@ class _Watch:
       prefixes: paths of calls, with labels; none where a `Checkpoint` is no choice.
       used: indices of rules that matched.
       residuals: that there are to match.
+      inside: stored by compressed calls inside, about which their own policy decides.
       is_over: the program's backward pass has begun.
     """
 
@@ -55,6 +56,7 @@ class _Watch:
     prefixes: set[str] = dataclasses.field(default_factory=set)
     used: set[int | None] = dataclasses.field(default_factory=set)
     residuals: list[Residual] = dataclasses.field(default_factory=list)
+    inside: list[Residual] = dataclasses.field(default_factory=list)
     is_over: bool = False
 
 
@@ -81,11 +83,14 @@ def planning() -> Iterator[None]:
         _planning.depth -= 1
 
 
-def notice(policy: Policy, name: str, decisions: Sequence[Decision]) -> None:
+def notice(
+    policy: Policy, name: str, decisions: Sequence[Decision], *, is_for_all: bool
+) -> None:
     """Note which rules a call's residuals matched; warn if nothing was compressed.
 
     Args:
       name: the compressed function's.
+      is_for_all: whether compressed calls inside have the same policy.
     """
     line = user_line()
     if policy.rules or checkpoints_of(policy.recompute):
@@ -93,7 +98,11 @@ def notice(policy: Policy, name: str, decisions: Sequence[Decision]) -> None:
         if not watch.is_over:
             watch.calls.add(name)
             watch.used.update(d.rule for d in decisions)
-            watch.residuals.extend(d.residual for d in decisions)
+            for d in decisions:
+                if d.reason is not Reason.STORED_INSIDE:
+                    watch.residuals.append(d.residual)
+                elif not is_for_all:
+                    watch.inside.append(d.residual)
     wanted = policy.rules or not isinstance(policy.default, Exact)
     # Where rules keep the large residuals, only small ones are left.
     is_asked = any(d.rule is not None and not d.declined for d in decisions)
@@ -157,7 +166,7 @@ def warn_about_rules(policy: Policy) -> None:
         if index in watch.used or rule.path == "*":
             continue
         if not any(_is_in_call(rule.key, prefix) for prefix in again):
-            found = _why_unused(rule, policy.rules[:index], watch.residuals, calls)
+            found = _why_unused(rule, policy.rules[:index], watch, calls)
             warn(watch.line, f"jaxact: {rule} {found}")
     for checkpoint in checkpoints_of(policy.recompute):
         if not any(checkpoint.matches(prefix) for prefix in watch.prefixes):
@@ -165,9 +174,11 @@ def warn_about_rules(policy: Policy) -> None:
                 watch.line,
                 f"jaxact: {checkpoint} matched no call of {calls}."
                 f"{_as_glob('path', checkpoint.path)}"
-                f"{_nearest_call(checkpoint, watch.prefixes)}",
+                f"{_nearest_call(checkpoint, watch.prefixes)}"
+                f"{_of_calls_inside(watch.inside)}",
             )
     watch.residuals.clear()
+    watch.inside.clear()
     watch.prefixes.clear()
 
 
@@ -195,16 +206,17 @@ def _suggestion(rule: Rule, residuals: Iterable[Residual]) -> str:
     known["dtype"] = {str(r.dtype) for r in residuals}
     for condition, names in known.items():
         wanted, there = getattr(rule, condition), names - {""}
-        if wanted is not None and there and not fnmatch.filter(there, str(wanted)):
+        is_glob = condition in ("name", "path")
+        found = fnmatch.filter(there, str(wanted)) if is_glob else str(wanted) in there
+        if wanted is not None and there and not found:
             short = sorted(there, key=lambda name: (len(name), name))[:_OFFERED]
             return f" Here are {', '.join(f'{condition}={n!r}' for n in short)}."
     return ""
 
 
-def _why_unused(
-    rule: Rule, earlier: Sequence[Rule], residuals: Sequence[Residual], calls: str
-) -> str:
+def _why_unused(rule: Rule, earlier: Sequence[Rule], watch: _Watch, calls: str) -> str:
     """How a rule without effect reads on: it comes too late, or matches nothing."""
+    residuals = watch.residuals
     keys = [
         r.key
         for r in residuals
@@ -216,10 +228,24 @@ def _why_unused(
             f"{_others(len(keys) - 1)}, and the first that matches decides. Put it "
             "before that rule."
         )
-    suggestion = _misread(rule, residuals) + _suggestion(rule, residuals)
+    found = _misread(rule, residuals)
+    if not any(map(rule.matches, watch.inside)):
+        found += _suggestion(rule, residuals)
     return (
-        f"matched no residual of {calls}.{suggestion} See jaxact.residuals for the "
-        "residuals that there are."
+        f"matched no residual of {calls}.{found}{_of_calls_inside(watch.inside)} See "
+        "jaxact.residuals for the residuals that there are."
+    )
+
+
+def _of_calls_inside(residuals: Sequence[Residual]) -> str:
+    """Who decides about the residuals in compressed calls inside; '' without any."""
+    if not residuals:
+        return ""
+    paths = sorted({r.path for r in residuals})
+    named = f" ({paths[0]}{_others(len(paths) - 1)})" if paths[0] else ""
+    return (
+        f" Calls inside that are compressed already{named} keep their own policies: "
+        "to set one policy for all write with jaxact.using(policy): step(params)."
     )
 
 

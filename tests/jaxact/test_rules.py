@@ -113,6 +113,7 @@ def test_patterns(pattern, path, is_within):
         ({"name": r"mlp_\w"}, "write name='mlp_?'."),
         ({"where": lambda residual: None}, "True or False is required."),
         ({"dtype": "bfloat16"}, "Here are dtype='float32'."),
+        ({"key": "tanh*"}, "Here are key='tanh.derivative'."),
         ({"where": lambda residual: False}, None),
         ({"path": "block[0-9]"}, None),
     ],
@@ -267,6 +268,17 @@ def test_a_rule_without_a_match_warns_once_with_the_nearest(condition, offer):
         warnings.simplefilter("error", CompressionWarning)
         jax.grad(loss)(WS, INPUT)
         jax.jit(jax.grad(loss))(WS, INPUT[:64])
+
+
+@pytest.mark.parametrize("condition", ["path", "key"])
+def test_a_rule_for_calls_inside_asks_for_using(condition):
+    """It was said to match nothing, though the table has such a row."""
+    rule = Rule(Exact(), **{condition: "layer1/x"})
+    policy, loss = Policy(rules=(rule,)), network(Policy())
+    with pytest.warns(CompressionWarning, match=r"write with jaxact.using\(policy\)"):
+        jaxact.residuals(loss, WS, INPUT, policy=policy)
+    with jaxact.using(policy):
+        assert not jaxact.residuals(loss, WS, INPUT).unused_rules
 
 
 @thorough
