@@ -3,7 +3,8 @@
 import dataclasses
 import inspect
 import reprlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Integral
 from typing import Any, TypeAlias
 
 from jaxact._flat import Kind
@@ -30,15 +31,19 @@ def as_tuple(option: str, names: Names) -> tuple[str | int, ...]:
     Raises:
       TypeError: neither, nor a sequence of them.
     """
-    several = (names,) if isinstance(names, str | int) else names
-    if not isinstance(several, Iterable) or not all(
-        isinstance(name, str | int) and not isinstance(name, bool) for name in several
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        several = (names,)
+    else:
+        several = tuple(names)
+    if isinstance(names, Mapping) or not all(
+        isinstance(name, str | Integral) and not isinstance(name, bool)
+        for name in several
     ):
         raise TypeError(
             f"compress({option}={reprlib.repr(names)}): a name or position of an "
             f"argument, or several, is required, such as {option}='x'."
         )
-    return tuple(several)
+    return several
 
 
 def arguments(

@@ -3,17 +3,14 @@
 import collections
 import dataclasses
 import fnmatch
-import inspect
 import reprlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
 
-from jaxact import _codec
 from jaxact._codec import (
     Action,
-    Bias,
     Bitfield,
     Bitmask,
     Exact,
@@ -21,6 +18,7 @@ from jaxact._codec import (
     Quantize,
     Recompute,
 )
+from jaxact._codec.actions import require_action
 from jaxact._codec.checks import checked_bits, checked_dtype, checked_int
 from jaxact._decision import Decision, Reason, applied
 from jaxact._recompute import Recomputation, checked, recomputation_of
@@ -110,7 +108,7 @@ class Rule(Saved):
     where: Callable[[Residual], bool] | None = None
 
     def __post_init__(self) -> None:
-        _require_action("Rule(action=...)", self.action)
+        require_action("Rule(action=...)", self.action)
         for argument, example in _EXAMPLES.items():
             value = getattr(self, argument)
             if value is not None and not isinstance(value, str):
@@ -205,7 +203,8 @@ class Policy(Saved):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bits", checked_bits("Policy", self.bits))
-        if not isinstance(self.rules, Iterable):  # a Rule is none
+        is_other = isinstance(self.rules, str | Mapping)
+        if is_other or not isinstance(self.rules, Iterable):  # a Rule is none
             raise TypeError(
                 f"Policy(rules={self.rules!r}): a tuple of rules is required: "
                 "rules=(Rule(...),)."
@@ -218,7 +217,7 @@ class Policy(Saved):
                     "Write Rule(Quantize(2), name='mlp_*')."
                 )
         if self.default is not None:
-            _require_action("Policy(default=...)", self.default)
+            require_action("Policy(default=...)", self.default)
         object.__setattr__(self, "recompute", checked(self.recompute))
 
     @property
@@ -347,47 +346,3 @@ def checked_policy(argument: str, policy: object) -> Policy:
         f"{argument}{reprlib.repr(policy)}): {required} For bits write Policy(bits=2), "
         "for a jax.checkpoint policy Policy(recompute=...)."
     )
-
-
-def _require_action(argument: str, action: object) -> None:
-    """Refuse all but an action that keeps the contract.
-
-    Raises:
-      TypeError: not an action, or one without a bias, bits or a hash.
-    """
-    name = type(action).__name__
-    if not isinstance(action, Action):
-        raise TypeError(
-            f"{argument} takes an action, not {action!r}. Actions are {_actions()}; "
-            "to write another, see jaxact.Codec."
-        )
-    if not isinstance(getattr(action, "bias", None), Bias):
-        raise TypeError(
-            f"{argument} takes an action that says how its rounding biases a gradient, "
-            f"and {name} does not. Write `bias = jaxact.Bias.UNBIASED` (or BIASED, or "
-            "EXACT) in the class."
-        )
-    if not hasattr(action, "bits"):
-        raise TypeError(
-            f"{argument} takes an action with the bits of a stored element, and {name} "
-            "has none. Write `bits = 8`, or `bits = None` if it does not round."
-        )
-    try:
-        hash(action)
-    except TypeError:
-        raise TypeError(
-            f"{argument} takes an action that can be hashed, and {name} cannot. Write "
-            "@dataclasses.dataclass(frozen=True) above the class, with fields that are "
-            "hashable too."
-        ) from None
-
-
-def _actions() -> str:
-    """Every public action, with its first field: 'Exact(), Quantize(bits) and ...'."""
-    calls = []
-    for value in vars(_codec).values():
-        is_action = isinstance(value, type) and issubclass(value, Action)
-        if is_action and not inspect.isabstract(value) and value is not Bitfield:
-            fields = [f.name for f in dataclasses.fields(value)]  # type: ignore[arg-type]
-            calls.append(f"{value.__name__}({', '.join(fields[:1])})")
-    return f"{', '.join(calls[:-1])} and {calls[-1]}"

@@ -70,9 +70,10 @@ def _problem(
         except ValueError:  # compiled code has no signature
             continue
         except TypeError as error:
+            own = f", and options of {f.__name__}: {', '.join(options)}"
             return (
                 f"{error}; the arguments that {_short(step)} takes are required after "
-                f"it, and options of {f.__name__}: {', '.join(options)}"
+                f"it{own if options else ''}"
             )
     return None
 

@@ -84,7 +84,8 @@ def checked_bits(owner: str, value: object) -> int:
         range(1, 9),
         f"{owner}(bits={value!r}): bits must be an integer from 1 to 8. For half a bit "
         "use Rotated(0.5), for a fraction on average PerSample(bits), to keep 16 bits "
-        "Cast(jnp.bfloat16), to keep all Exact().",
+        "Cast(jnp.bfloat16), to keep all Exact()."
+        f"{' Give an action as Policy(default=...).' if owner == 'Policy' else ''}",
     )
 
 

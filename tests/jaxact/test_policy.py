@@ -135,6 +135,7 @@ def test_policies_are_values():
         (lambda: Quantize(4, stochastic="no"), TypeError, "True .unbiased. or False"),
         (lambda: Policy(bits=16), ValueError, "Cast"),
         (lambda: Policy(bits=2.0), ValueError, r"Policy\(bits=2.0\).*PerSample"),
+        (lambda: Policy(Quantize(2)), ValueError, r"as Policy\(default=...\)"),
         (lambda: Policy(bits=True), ValueError, "integer from 1 to 8"),
         (lambda: Policy(bits=np.bool_(True)), ValueError, "integer from 1 to 8"),
         (lambda: Policy(bits="2"), ValueError, "integer from 1 to 8"),

@@ -9,6 +9,7 @@ import re
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxact
@@ -53,6 +54,27 @@ MISTAKES = {
         "Write Policy(bits=4",
     ),
     "Quantize(bit=2)": (lambda: Quantize(bit=2), "Quantize(bits, group_size, "),
+    "Policy(default=Quantize)": (
+        lambda: Policy(default=Quantize),
+        "Write Quantize(...), which makes one.",
+    ),
+    "Rule(4)": (lambda: Rule(4), "For bits write Quantize(4)."),
+    "Policy(rules={...})": (
+        lambda: Policy(rules={"mlp": Exact()}),
+        "a tuple of rules is required",
+    ),
+    "activations={...}": (
+        lambda: jaxact.compress(loss, activations={"x": True}),
+        "such as activations='x'.",
+    ),
+    "activations=(1.0 for ...)": (
+        lambda: jaxact.compress(loss, activations=(1.0 for _ in range(2))),
+        "such as activations='x'.",
+    ),
+    "count_flops(step)": (
+        lambda: jaxact.count_flops(step),
+        "takes are required after it. Write count_flops(step, params, batch).",
+    ),
     "Cast()": (lambda: Cast(), "Write Cast(jnp.bfloat16)."),
     "compress(bits=2)": (
         lambda: jaxact.compress(bits=2),
@@ -111,6 +133,16 @@ def test_a_mistake_is_answered_with_a_call_that_fits(mistake):
     with pytest.raises(TypeError) as raised:
         run()
     assert all(part in str(raised.value) for part in parts), raised.value
+
+
+@pytest.mark.parametrize(
+    "activations", [iter(["x"]), np.int64(1), np.array([1]), {"x"}], ids=str
+)
+def test_activations_from_an_iterator_or_numpy(activations):
+    """The iterator was used up by its check, and named nothing."""
+    sines = jaxact.compress(lambda w, x: jnp.sin(w @ x), activations=activations)
+    table = jaxact.residuals(sines, jnp.ones((64, 64)), jnp.ones((64, 64)))
+    assert {row.key for row in table.rows} == {"x", "sin.derivative"}
 
 
 def test_errors_inside_are_as_they_were():
