@@ -46,6 +46,7 @@ from jaxact._engine.outputs import (
 from jaxact._engine.passes import Passes
 from jaxact._engine.planning import CallKey, plan_call
 from jaxact._engine.primal import Primal
+from jaxact._engine.refusals import require_common_key, require_sizes
 from jaxact._engine.scan import CompressBody
 from jaxact._engine.seeds import salted, seed_at
 from jaxact._engine.storage import Draw, Packed, Source, Storage
@@ -295,6 +296,7 @@ class _Rule:
         inputs = [draw.seed, *values, *probe.values()]
         seed = seed_at(draw.seed, prefix)
         outputs, stored, kept = passes.forward(seed, settings, inputs)
+        require_common_key(self.engine.name, passes.plan, stored)
         if not is_traced(values) and not self.flat.jaxpr.effects:
             # Outside of a trace a jitted function is compiled by itself. The program,
             # which opens those, rounds in another order.
@@ -338,7 +340,7 @@ class _Rule:
         """The passes for these active values; reports the plan's decisions."""
         engine, flat = self.engine, self.flat.first_alike
         if not isinstance(engine.policy.default, Exact):
-            _require_sizes(engine.name, values)
+            require_sizes(engine.name, values)
         key = CallKey(
             flat,
             engine.own_policy,
@@ -355,23 +357,6 @@ class _Rule:
         decided = passes.plan.all_decisions
         engine.report([*(d.at(engine.prefix) for d in decided), *inside])
         return passes
-
-
-def _require_sizes(name: str, values: Sequence[Array]) -> None:
-    """Refuse shapes with symbols, as `jax.export` takes them.
-
-    Raises:
-      ValueError: one has a symbol.
-    """
-    for x in values:
-        shape = getattr(x, "shape", ())  # a number has none
-        if not all(isinstance(size, int) for size in shape):
-            raise ValueError(
-                f"jaxact: the compressed {name} is differentiated at an argument of "
-                f"shape {shape}. How residuals are packed depends on their sizes, "
-                "which have to be numbers: export the step for each size that it runs "
-                "with, or the uncompressed one."
-            )
 
 
 def _measured_keys(

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, PartitionSpec as P
 
 import jaxact
 from jaxact import Policy, Quantize
@@ -251,3 +252,21 @@ def test_calls_outside_a_trace_leave_nothing_behind():
     for _ in range(3):
         mul(X, W)
     assert [len(sites) for sites in trace.sites.values()] == kept
+
+
+def test_a_key_that_varies_where_activations_do_not_is_refused():
+    """JAX found a type in the backward pass, and spoke about pvary and cotangents."""
+    mesh = jax.make_mesh((1, 1), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    f = jaxact.compress(jnp.sin)
+
+    def gradient(axis):
+        def loss(x):
+            key = jax.random.fold_in(jax.random.key(0), jax.lax.axis_index(axis))
+            return jax.lax.psum(f(x, rounding_key=key).sum(), "data")
+
+        mapped = jax.shard_map(loss, mesh=mesh, in_specs=P("data"), out_specs=P())
+        return jax.grad(mapped)(jnp.ones((64, 64)))
+
+    assert gradient("data").shape == (64, 64)
+    with pytest.raises(ValueError, match=r"no others: jax.lax.axis_index\('data'\)"):
+        gradient("model")
