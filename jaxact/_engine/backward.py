@@ -55,7 +55,8 @@ def backward_pass(
     if any(r.is_measured for r in residuals):
         program = backward_program(plan, inputs, part)
         decoded = [_decoded(storage, r) for r in residuals]
-        results = storage.backward(program, residuals, decoded, inputs.cotangents)
+        with in_mesh_of(inputs.cotangents[0]):
+            results = storage.backward(program, residuals, decoded, inputs.cotangents)
     else:
         evaluate = _evaluator(plan, inputs)
         results = _evaluated(evaluate, plan, part, storage, residuals, inputs), {}

@@ -53,7 +53,7 @@ from jaxact._engine.storage import Draw, Packed, Source, Storage
 from jaxact._engine.warnings import notice, notice_call, planning, warn_about_rules
 from jaxact._flat import Flat
 from jaxact._jaxpr.compat import reduced_like
-from jaxact._jaxpr.evaluate import is_traced
+from jaxact._jaxpr.evaluate import is_traced, moved
 from jaxact._jaxpr.labels import Label, current_path
 from jaxact._jaxpr.types import Array, Jaxpr, PyTree
 from jaxact._plan.mark import mark
@@ -331,7 +331,8 @@ class _Rule:
         measured = dict(zip(saved.keys, reduced[count:], strict=True))
         for key, v in zip(saved.keys, inputs[count:], strict=True):
             if key in own:
-                measured[key] += reduced_like(own[key], v.aval)
+                added = reduced_like(own[key], v.aval)
+                measured[key] += moved(measured[key], added)
         return Draw(_NO_GRADIENT, measured), *reduced[:count]
 
     def make_passes(

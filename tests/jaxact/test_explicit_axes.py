@@ -112,3 +112,20 @@ def test_telemetry_measures_rows_where_they_are_cut(shape, spec):
         step = jax.jit(lambda w, x: gradients(measured.probe(w, x), w, x))
         _, _, gradient = jax.eval_shape(step, SEED.update(dtype=jnp.float32), x)
     assert parts(gradient) == 4
+
+
+def test_telemetry_measures_a_call_that_xla_places():
+    """In the call's own mesh; JAX refused to mix it with the probe's."""
+    rows = jax.P("data", None)
+    layer = jaxact.compress(lambda w, x: jnp.sin(x @ w), activations="x")
+    placed = jax.sharding.auto_axes(layer, out_sharding=rows)
+    measured = jaxact.telemetry(lambda w, x: placed(w, x).sum())
+    gradients = jax.grad(measured, argnums=(0, 1, 2))
+    with jax.sharding.use_abstract_mesh(MESH):
+        sharding = jax.NamedSharding(MESH, rows)
+        x = jax.ShapeDtypeStruct((16, 256), jnp.float32, sharding=sharding)
+        w = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+        step = jax.jit(lambda w, x: gradients(measured.probe(w, x), w, x))
+        noise, _, gradient = jax.eval_shape(step, w, x)
+    assert {*noise.values} == {"x", "sin.derivative"}
+    assert gradient.sharding.spec == rows
