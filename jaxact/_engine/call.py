@@ -56,6 +56,7 @@ from jaxact._jaxpr.compat import reduced_like
 from jaxact._jaxpr.evaluate import is_traced, moved
 from jaxact._jaxpr.labels import Label, current_path
 from jaxact._jaxpr.types import Array, Jaxpr, PyTree
+from jaxact._plan.forward import with_active
 from jaxact._plan.mark import mark
 from jaxact._plan.storage import StoragePlan
 from jaxact._policy import Policy
@@ -319,12 +320,14 @@ class _Rule:
         keys = _measured_keys(passes.plan, self.engine.prefix, saved.keys)
         results, found = passes.backward(tuple(keys), packed, kept, cotangents)
         own = {keys[inside]: setting for inside, setting in found.items()}
-        gradients = iter(results)
-        _, *inputs = passes.plan.forward.jaxpr.invars
+        forward = passes.plan.forward
+        _, *inputs = forward.jaxpr.invars
         is_active = (*saved.active, *(True for _ in saved.keys))
+        is_zero = with_active([True] * len(inputs), is_active, forward.backward.is_zero)
+        gradients = with_active([None] * len(inputs), is_active, results)
         reduced: list[Any] = [
-            reduced_like(next(gradients), v.aval) if differentiated else None
-            for v, differentiated in zip(inputs, is_active, strict=True)
+            None if g is None else reduced_like(g, v.aval)
+            for g, v in zip(gradients, inputs, strict=True)
         ]
         count = len(saved.active)
         # Residuals in a scan's body are measured by the body's own calls.
@@ -333,7 +336,8 @@ class _Rule:
             if key in own:
                 added = reduced_like(own[key], v.aval)
                 measured[key] += moved(measured[key], added)
-        return Draw(_NO_GRADIENT, measured), *reduced[:count]
+        pairs = zip(reduced[:count], is_zero[:count], strict=True)
+        return Draw(_NO_GRADIENT, measured), *(None if zero else g for g, zero in pairs)
 
     def make_passes(
         self, active: tuple[bool, ...], draw: Draw, values: Sequence[Array]

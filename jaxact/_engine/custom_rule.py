@@ -27,8 +27,8 @@ from jaxact._jaxpr.compat import HAS_GENERIC_BATCHING, VJP_OPTIONS
 from jaxact._jaxpr.types import Array, Aval, PyTree
 
 Function = Callable[..., list[jax.Array]]
-# From residuals and outputs' cotangents to those of the active arguments.
-_Transpose = Callable[[Sequence[Array], Sequence[Any]], list[Array]]
+# From residuals and outputs' cotangents to those of the active arguments, None for 0.
+_Transpose = Callable[[Sequence[Array], Sequence[Any]], list[Array | None]]
 
 linear_p = jex.Primitive("jaxact_linear")
 linear_p.multiple_results = True
@@ -66,7 +66,9 @@ def _differentiate(
     arrays, residual_tree = jax.tree.flatten(residuals)
     avals = [jax.typeof(x) for x in outputs]
 
-    def transpose(arrays: Sequence[Array], cotangents: Sequence[Any]) -> list[Array]:
+    def transpose(
+        arrays: Sequence[Array], cotangents: Sequence[Any]
+    ) -> list[Array | None]:
         own = iter(cotangents)
         full = [next(own) if _is_float(a) else _no_cotangent(a) for a in avals]
         found = backward(jax.tree.unflatten(residual_tree, arrays), full)
@@ -153,7 +155,7 @@ class _Batched:
 
     def __call__(
         self, residuals: Sequence[Array], cotangents: Sequence[Any]
-    ) -> list[Array]:
+    ) -> list[Array | None]:
         is_known = [not isinstance(ct, SymbolicZero) for ct in cotangents]
 
         def of_one(residuals: Sequence[Array], known: Sequence[Array]) -> list[Any]:
@@ -164,11 +166,22 @@ class _Batched:
 
         mapped = vmap_along(self.axis, of_one, (list(self.residual_dims), 0))
         found = mapped(list(residuals), _chosen(cotangents, is_known))
-        # Examples share an argument without the axis: its cotangents are summed.
         return [
-            jnp.sum(ct, axis=0) if dim is None else jnp.moveaxis(ct, 0, dim)
+            _of_argument(ct, dim)
             for ct, dim in zip(found, self.tangent_dims, strict=True)
         ]
+
+
+def _of_argument(cotangents: jax.Array | None, dim: int | None) -> jax.Array | None:
+    """An argument's cotangent, from those of the examples; None where it is zero.
+
+    Examples share an argument without the axis: its cotangents are summed.
+    """
+    if cotangents is None:
+        return None
+    return (
+        jnp.sum(cotangents, axis=0) if dim is None else jnp.moveaxis(cotangents, 0, dim)
+    )
 
 
 def _batch(

@@ -17,7 +17,7 @@ from jax.stages import Wrapped
 
 from jaxact._jaxpr.compat import open_jaxpr
 from jaxact._jaxpr.evaluate import trace_jitted
-from jaxact._jaxpr.primitives import RESHAPES
+from jaxact._jaxpr.primitives import COPIES, RESHAPES
 from jaxact._jaxpr.read import is_literal, is_widened, producers_of, variables_in
 from jaxact._jaxpr.rewrite import with_outputs, without_unused
 from jaxact._jaxpr.types import (
@@ -61,6 +61,16 @@ class Backward:
         """
         producers = producers_of(self.eqns)
         return [_narrowest(v, producers) for v in self.gradients]
+
+    @functools.cached_property
+    def is_zero(self) -> list[bool]:
+        """Whether JAX filled a gradient with zeros, as an unused argument's.
+
+        It would sum them over the devices in a `shard_map` that checks no types. (A
+        gradient without a cotangent in it may be a custom rule's, and any number.)
+        """
+        producers = producers_of(self.eqns)
+        return [_is_zero(v, producers) for v in self.gradients]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -226,6 +236,15 @@ def _narrowest(v: Atom, producers: Producers) -> Dtype:
             break
         dtype = v.aval.dtype
     return dtype
+
+
+def _is_zero(v: Atom, producers: Producers) -> bool:
+    """Whether `v` is a literal zero, or many."""
+    while not is_literal(v) and v in producers:
+        if producers[v].primitive.name not in RESHAPES | COPIES:
+            return False
+        v = producers[v].invars[0]
+    return is_literal(v) and not np.any(v.val)
 
 
 def _cotangent(x: Array) -> Any:

@@ -119,6 +119,27 @@ def test_under_a_checked_shard_map():
     jax.tree.map(np.testing.assert_array_equal, gradient, want)
 
 
+def test_an_unused_argument_is_not_summed_over_devices():
+    """Its zeros were arrays: an all-reduce in a shard_map that checks no types."""
+    p, x = arguments()
+    p = {**p, "other": jnp.ones(7)}
+    mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
+    specs = {"in_specs": (None, PartitionSpec("data")), "out_specs": PartitionSpec()}
+
+    def sums(f):
+        loss = lambda p, x: lax.psum(f(p, x).sum(), "data")
+        mapped = jax.shard_map(loss, mesh=mesh, check_vma=False, **specs)
+        gradient = jax.jit(jax.grad(mapped))
+        assert not gradient(p, x)["other"].any()
+        return gradient.lower(p, x).as_text().count("all_reduce")
+
+    small = jaxact.compress(mlp, activations="x")
+    assert sums(small) == sums(mlp)
+    each = jax.vmap(lambda p, x: jaxact.compress(mlp)(p, x[None])[0], (None, 0))
+    gradient = jax.grad(lambda p: jax.checkpoint(each)(p, x).sum())(p)
+    assert not gradient["other"].any() and gradient["up"].any()
+
+
 def network(block):
     block = jaxact.compress(block, activations="x")
 
