@@ -14,6 +14,7 @@ from jax.stages import Compiled, Traced
 from jaxact._memory.targets import gpu_of
 from jaxact._modules.as_argument import with_module
 from jaxact._modules.find import for_states
+from jaxact._modules.pure import refuse_module
 from jaxact_kernels import device as kernel_device
 
 T = TypeVar("T")
@@ -78,6 +79,7 @@ def _traceable(
     By `nnx.jit` where NNX modules are arguments: JAX's own drops changes to them, such
     as an optimizer's update, and with it the gradient.
     """
+    refuse_module(step)
     if not callable(step) or isinstance(step, Compiled):  # a step is lowered here
         raise TypeError(
             f"jaxact: got a value of type {type(step).__name__}; a step is required, a "

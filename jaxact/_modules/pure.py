@@ -157,20 +157,37 @@ def first_of(result: Any, call: str) -> Any:
 
 
 def _require_function(fn: object) -> None:
-    name = fn.__name__ if isinstance(fn, type) else type(fn).__name__
     if isinstance(fn, type):
-        raise TypeError(
-            f"jaxact: got the class {name}; a function of arrays is required, such as "
-            "the loss: lambda params, x: net.apply(params, x).sum()."
-        )
+        raise TypeError(_is_a_class(fn))
     if not callable(fn):
         raise TypeError(
-            f"jaxact: got a value of type {name}; a function is required, such as the "
-            "loss, and its arguments after it."
+            f"jaxact: got a value of type {type(fn).__name__}; a function is required, "
+            "such as the loss, and its arguments after it."
         )
+    refuse_module(fn)
+
+
+def refuse_module(fn: object) -> None:
+    """Refuse a module's class, and a module that is called with variables.
+
+    Raises:
+      TypeError: it is one.
+    """
     adapter = for_target(fn)
-    if adapter is not None and for_state(fn) is None and not adapter.takes_part(fn):
+    if adapter is None:
+        return
+    if isinstance(fn, type):
+        raise TypeError(_is_a_class(fn))
+    if for_state(fn) is None and not adapter.takes_part(fn):
         raise TypeError(
-            f"jaxact: got an instance of the Linen module {name}; a function of arrays "
-            "is required: give its `apply`, and the variables as the first argument."
+            f"jaxact: got an instance of the Linen module {type(fn).__name__}; a "
+            "function of arrays is required: give its `apply`, and the variables as "
+            "the first argument."
         )
+
+
+def _is_a_class(fn: type) -> str:
+    return (
+        f"jaxact: got the class {fn.__name__}; a function of arrays is required, such "
+        "as the loss: lambda params, x: net.apply(params, x).sum()."
+    )

@@ -365,10 +365,11 @@ def test_linen_modules_in_place_of_functions():
         def __call__(self, x):
             return nn.gelu(nn.Dense(64)(x))
 
-    with pytest.raises(TypeError, match="give its `apply`"):
-        jaxact.residuals(Block(), X)
-    with pytest.raises(TypeError, match="a function of arrays is required"):
-        jaxact.residuals(Block, X)
+    for report in jaxact.residuals, jaxact.memory, jaxact.count_flops:
+        with pytest.raises(TypeError, match="give its `apply`"):
+            report(Block(), X)
+        with pytest.raises(TypeError, match="a function of arrays is required"):
+            report(Block, X)
     with pytest.raises(TypeError, match=r"compress\(Block\)\(...\)"):
         jaxact.compress(Block())
 
