@@ -119,9 +119,13 @@ def sources_of(v: Var, chooser: Chooser, cheap: Set[str] = CHEAP) -> set[Var]:
     Args:
       cheap: names that are looked past.
     """
+    size = v.aval.size
     for passed in (cheap, cheap - SELECTIONS):
         sources = sources_behind(v, chooser, passed)
-        if sum(x.aval.size for x in sources) <= _MORE * v.aval.size:
+        # Targets that a mixture's components share are smaller, and count for nothing:
+        # with a mean and a deviation they are three sources of a component's slope.
+        sizes = (x.aval.size for x in sources)
+        if sum(n for n in sizes if n >= size) <= _MORE * size:
             return sources
     sample = _only_source(v, chooser, cheap)
     return set() if sample is v else {sample}
