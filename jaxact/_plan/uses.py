@@ -4,8 +4,7 @@ A backward program is linear in its cotangents. Where it only multiplies them wi
 residuals, a residual that is rounded without bias leaves the gradient unbiased. Where
 it computes something nonlinear from one (a checkpoint or a custom rule that computes
 values again), the gradient is biased; where it divides by one or solves with one, the
-noise has no bound. Both are read off the program itself, however deep in calls, loops
-and branches they happen.
+noise has no bound. Both are read off the program, however deep in it they happen.
 """
 
 import dataclasses
@@ -42,6 +41,7 @@ from jaxact._jaxpr.read import (
 )
 from jaxact._jaxpr.types import Atom, ClosedJaxpr, Eqn, Var
 from jaxact._plan.forward import Forward
+from jaxact._plan.shifts import shifts_in
 
 # Linear in all floating operands together.
 LINEAR_IN_ALL = (
@@ -185,18 +185,23 @@ def find_uses(forward: Forward, roundings: Mapping[Var, int]) -> Uses:
     uses, backward = Uses(), forward.backward
     values = {v: Value(has_cotangent=True) for v in variables_in(backward.cotangents)}
     values |= {v: Value(bits) for v, bits in roundings.items()}
-    _walk(forward.used_backward, values, uses)
+    _walk(forward.used_backward, backward.gradients, values, uses)
     gradients = [_value_of(v, values) for v in backward.gradients]
     uses.returned = _union([g for g in gradients if not g.has_cotangent]).bits
     return uses
 
 
-def _walk(eqns: Sequence[Eqn], values: _Values, uses: Uses) -> None:
-    """Follow the roundings through a program, and note the uses."""
+def _walk(
+    eqns: Sequence[Eqn], ends: Sequence[Atom], values: _Values, uses: Uses
+) -> None:
+    """Follow the roundings through a program to its ends, and note the uses."""
+    shifts = shifts_in(eqns, ends)
     for eqn in eqns:
         operands = [_value_of(v, values) for v in eqn.invars]
         if any(operand != _NONE for operand in operands):
             results = _results(eqn, operands, uses)
+            if not shifts.isdisjoint(eqn.outvars):
+                results = [result._replace(extreme=0) for result in results]
             values.update(zip(eqn.outvars, results, strict=True))
 
 
@@ -303,7 +308,7 @@ def _body(eqn: Eqn) -> ClosedJaxpr | None:
 def _inside(body: ClosedJaxpr, operands: Sequence[Value], uses: Uses) -> list[Value]:
     jaxpr, _ = open_jaxpr(body)
     values = dict(zip(jaxpr.invars, operands, strict=True))
-    _walk(jaxpr.eqns, values, uses)
+    _walk(jaxpr.eqns, jaxpr.outvars, values, uses)
     return [_value_of(v, values) for v in jaxpr.outvars]
 
 
@@ -351,9 +356,8 @@ def _note_undone(
 ) -> None:
     """Note the roundings in a state that steps are subtracted from, and in these.
 
-    A causal Performer (Choromanski et al. 2021, arXiv:2009.14794) has the sums for its
-    first tokens from those for all of them: with their errors, of 2 gradients at 8
-    bits.
+    A causal Performer (Choromanski et al. 2021, arXiv:2009.14794) has its first tokens'
+    sums from those for all of them: with errors of 2 gradients at 8 bits.
     """
     jaxpr, _ = open_jaxpr(body)
     lessened = {
@@ -373,9 +377,9 @@ def _note_bent_again(
 ) -> None:
     """Note the roundings in a loop's state, where its steps may magnify an error.
 
-    There the state is nonlinear in its own earlier values. A linear recurrence
-    magnifies an error no more than the state itself; and the maximum that attention in
-    chunks carries scales its other state, but does not depend on that.
+    There the state is nonlinear in its own earlier values. A linear one magnifies an
+    error no more than itself; and the maximum that attention in chunks carries scales
+    its other state, but does not depend on that.
     """
     states = inputs[carry]
     if not any(state.bits and not state.has_cotangent for state in states):
