@@ -136,7 +136,9 @@ def test_a_mistake_is_answered_with_a_call_that_fits(mistake):
 
 
 @pytest.mark.parametrize(
-    "activations", [iter(["x"]), np.int64(1), np.array([1]), {"x"}], ids=str
+    "activations",
+    [iter(["x"]), np.int64(1), np.array([1]), {"x"}],
+    ids=["iterator", "integer", "array", "set"],
 )
 def test_activations_from_an_iterator_or_numpy(activations):
     """The iterator was used up by its check, and named nothing."""
