@@ -23,6 +23,7 @@ from jaxact._engine.late import decoded_late, has_checkpoints
 from jaxact._engine.ordered import ordered_evaluator, product_by_product
 from jaxact._engine.shared import TABLE, with_shared_operand
 from jaxact._engine.storage import BackwardProgram, Packed, Probe, Storage
+from jaxact._engine.together import Stored, Together, apart
 from jaxact._engine.unused import UsedPart, used_part
 from jaxact._jaxpr.compat import barrier, open_jaxpr
 from jaxact._jaxpr.evaluate import in_mesh_of, is_traced, placed, value_of
@@ -36,7 +37,7 @@ def backward_pass(
     plan: StoragePlan,
     storage: Storage,
     keys: Collection[str],
-    packed: Sequence[PyTree],
+    packed: Stored,
     kept: Sequence[jax.Array],
     cotangents: Sequence[jax.Array | SymbolicZero],
 ) -> tuple[list[jax.Array], Probe]:
@@ -44,7 +45,7 @@ def backward_pass(
     part = None
     is_used = [not isinstance(c, SymbolicZero) for c in cotangents]
     if not all(is_used) and (part := used_part(plan, is_used)) is not None:
-        pairs = zip(plan.packed, packed, strict=True)
+        pairs = zip(plan.packed, apart(packed), strict=True)
         packed = [arrays for v, arrays in pairs if v in part.plan.decisions]
         plan = part.plan
     inputs = backward_inputs(plan, packed, kept, cotangents)
@@ -87,14 +88,15 @@ class BackwardInputs:
 
 def backward_inputs(
     plan: StoragePlan,
-    packed: Sequence[PyTree],
+    packed: Stored,
     kept: Sequence[jax.Array],
     cotangents: Sequence[jax.Array | SymbolicZero],
 ) -> BackwardInputs:
     """Fetch the residuals, and let nothing start before the cotangents are there."""
     env = dict(zip([*plan.exact, *plan.kept], kept, strict=True))
-    codecs = [plan.decisions[v].codec for v in plan.packed]
-    packed = [c.fetch(x) for c, x in zip(codecs, packed, strict=True)]
+    if not isinstance(packed, Together):
+        codecs = [plan.decisions[v].codec for v in plan.packed]
+        packed = [c.fetch(x) for c, x in zip(codecs, packed, strict=True)]
     # Replayed equations start behind the barrier, or XLA would keep their results
     # from the forward pass on.
     replayed = {v for step in plan.replay for v in step.inputs}
@@ -103,13 +105,13 @@ def backward_inputs(
     outputs = plan.forward.jaxpr.outvars[: plan.forward.num_outputs]
     pairs = zip(cotangents, outputs, strict=True)
     arrays = [_instantiate(c, v.aval.dtype) for c, v in pairs]
-    if not packed and not plan.replay:
-        return BackwardInputs(packed, env, sources, env, arrays)
+    if not plan.packed and not plan.replay:
+        return BackwardInputs((), env, sources, env, arrays)
     floating = [i for i, c in enumerate(arrays) if c.dtype != jax.dtypes.float0]
     packed, values, waiting, table = barrier(
         (packed, list(sources.values()), [arrays[i] for i in floating], TABLE)
     )
-    packed = with_shared_operand(packed, table)
+    packed = with_shared_operand(apart(packed), table)
     for i, c in zip(floating, waiting, strict=True):
         arrays[i] = c
     sources = dict(zip(sources, values, strict=True))

@@ -50,6 +50,7 @@ from jaxact._engine.refusals import require_common_key, require_sizes
 from jaxact._engine.scan import CompressBody
 from jaxact._engine.seeds import salted, seed_at
 from jaxact._engine.storage import Draw, Packed, Source, Storage
+from jaxact._engine.together import Stored, together
 from jaxact._engine.warnings import notice, notice_call, planning, warn_about_rules
 from jaxact._flat import Flat
 from jaxact._jaxpr.compat import reduced_like
@@ -283,7 +284,7 @@ class _Rule:
 
     def forward(
         self, draw: Draw, *primals: CustomVJPPrimal
-    ) -> tuple[list[jax.Array], tuple[Static, list[PyTree], list[jax.Array]]]:
+    ) -> tuple[list[jax.Array], tuple[Static, Stored, list[jax.Array]]]:
         """The outputs, and the residuals: packed and kept ones."""
         draw = jax.tree.map(lambda p: p.value, draw)
         values = [p.value for p in primals]
@@ -302,14 +303,15 @@ class _Rule:
             # Outside of a trace a jitted function is compiled by itself. The program,
             # which opens those, rounds in another order.
             outputs = self.flat(*values)
-        packed, exact = _marked(passes.plan, prefix, stored)
+        parts, exact = _marked(passes.plan, prefix, stored)
+        packed = together(passes.plan, parts) if self.flat.is_inside else parts
         self.ran_forward = True
         saved = Static(_Saved(passes, active, tuple(probe)))
         return outputs, (saved, packed, [*exact, *kept])
 
     def backward(
         self,
-        residuals: tuple[Static, list[PyTree], list[jax.Array]],
+        residuals: tuple[Static, Stored, list[jax.Array]],
         cotangents: list[jax.Array | SymbolicZero],
     ) -> tuple[PyTree, ...]:
         """Gradients for the draw and the values; None where there is none."""

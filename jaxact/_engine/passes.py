@@ -24,6 +24,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxact._engine.backward import backward_pass
 from jaxact._engine.seeds import known_seeds, seeds_for
 from jaxact._engine.storage import Probe, Source, Storage
+from jaxact._engine.together import Stored
 from jaxact._jaxpr.compat import barrier
 from jaxact._jaxpr.evaluate import (
     evaluate,
@@ -91,7 +92,7 @@ class Passes:
     def backward(
         self,
         keys: tuple[str, ...],
-        packed: Sequence[PyTree],
+        packed: Stored,
         kept: Sequence[jax.Array],
         cotangents: Sequence[jax.Array | SymbolicZero],
     ) -> _Backward:
@@ -218,7 +219,7 @@ class Passes:
         self,
         keys: tuple[str, ...],
         zeros: Sequence[Any],
-        packed: Sequence[PyTree],
+        packed: Stored,
         kept: Sequence[jax.Array],
         cotangents: Sequence[Any],
     ) -> _Backward:
