@@ -43,6 +43,19 @@ class _Marks:
             self.marked.append((eqn, copies_of(eqn, around)))
         return joined | 1 << self.numbers[key]
 
+    def stored_in(self, v: Var, bits: int) -> list[int]:
+        """The numbers of the residuals that a kept variable stores, given its fact.
+
+        Several for a step's small arrays that are one (`together.py`), each with as
+        many elements. Else it is the first, from which the others are computed.
+        """
+        numbers = [n for n in range(bits.bit_length()) if bits >> n & 1]
+        for eqn, copies in (self.marked[n] for n in numbers):
+            sizes = [copies * len(numbers) * x.aval.size for x in eqn.outvars]
+            if v.aval.size not in sizes:
+                return numbers[:1]
+        return numbers
+
 
 def tabulate(
     jaxpr: Jaxpr, residuals: Sequence[Atom], paths: Sequence[str]
@@ -60,8 +73,10 @@ def tabulate(
         if v in inputs:
             referenced += kept_bytes.stored
         elif bits:
-            number = (bits & -bits).bit_length() - 1
-            stored[number] = stored.get(number, _Bytes()) + kept_bytes
+            numbers = marks.stored_in(v, bits)
+            for number in numbers:
+                part = kept_bytes.shared(len(numbers))
+                stored[number] = stored.get(number, _Bytes()) + part
         else:
             kept = _kept(provenance.of(v))
             outside.append(
@@ -132,6 +147,10 @@ class _Bytes(NamedTuple):
 
     def __add__(self, other: "_Bytes") -> "_Bytes":  # pyright: ignore
         return _Bytes(self.stored + other.stored, self.host + other.host)
+
+    def shared(self, count: int) -> "_Bytes":
+        """One of so many equal parts."""
+        return _Bytes(self.stored // count, self.host // count)
 
 
 def _bytes_of(variables: Sequence[Var], copies: int = 1) -> _Bytes:
