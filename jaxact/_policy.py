@@ -202,7 +202,8 @@ class Policy(Saved):
     default: Action | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "bits", checked_bits("Policy", self.bits))
+        advice = " Give an action as Policy(default=...)."
+        object.__setattr__(self, "bits", checked_bits("Policy", self.bits, advice))
         is_other = isinstance(self.rules, str | Mapping)
         if is_other or not isinstance(self.rules, Iterable):  # a Rule is none
             raise TypeError(

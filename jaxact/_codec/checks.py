@@ -77,15 +77,19 @@ def checked_key(argument: str, key: object) -> jax.Array:
     return key
 
 
-def checked_bits(owner: str, value: object) -> int:
-    """The bits of an integer code, 1 to 8; `owner` names the class in the message."""
+def checked_bits(owner: str, value: object, advice: str = "") -> int:
+    """The bits of an integer code, 1 to 8.
+
+    Args:
+      owner: names the class in the message.
+      advice: ends it.
+    """
     return checked_int(
         value,
         range(1, 9),
         f"{owner}(bits={value!r}): bits must be an integer from 1 to 8. For half a bit "
         "use Rotated(0.5), for a fraction on average PerSample(bits), to keep 16 bits "
-        "Cast(jnp.bfloat16), to keep all Exact()."
-        f"{' Give an action as Policy(default=...).' if owner == 'Policy' else ''}",
+        f"Cast(jnp.bfloat16), to keep all Exact().{advice}",
     )
 
 

@@ -67,14 +67,15 @@ class Block:
         index, is_real = self._tile(k)
         return _load(ref, index, is_real, volatile=again)
 
-    def load_along(self, ref: jax.Ref, k: TileNumber, along: Along) -> jax.Array:
+    def load_along(
+        self, refs: Sequence[jax.Ref], k: TileNumber, along: Along
+    ) -> list[jax.Array]:
         """Load, for the elements in tile `k`, values that differ along some axes.
 
-        0 where there are no elements.
+        From each of several flat arrays; 0 where there are no elements.
         """
-        element = lax.add(self.column, k * np.int32(self.tiles.width))
-        index = along.index(self.number, element)
-        return _load(ref, (index,), self.is_real(k))
+        index = along.index(self.number, self._element(k))
+        return [_load(ref, (index,), self.is_real(k)) for ref in refs]
 
     def store(
         self, ref: jax.Ref, k: TileNumber, x: jax.Array, only: jax.Array | None = None
@@ -138,10 +139,13 @@ class Block:
         start = lax.mul(lax.div(column, padded), run)
         return lax.add(start, place), lax.lt(place, run)
 
+    def _element(self, k: TileNumber) -> jax.Array:
+        """The index in its group of each element in tile `k`."""
+        return lax.add(self.column, k * np.int32(self.tiles.width))
+
     def _tile(self, k: TileNumber) -> tuple[Position, jax.Array | None]:
         layout = self.tiles.layout
-        row = self.number
-        element = lax.add(self.column, k * np.int32(self.tiles.width))
+        row, element = self.number, self._element(k)
         is_element = None
         if layout.padding:
             num_groups = np.int32(layout.num_groups)

@@ -31,7 +31,7 @@ def launch_encode(
 ) -> tuple[jax.Array, jax.Array]:
     """Words, `num_words` a group, and metadata of `x`.
 
-    The kernel reads `x`, the scalars that are not None, and the other arrays.
+    The kernel reads `x`, the scalars that are not None, and the other arrays, flat.
     """
     layout = tiles.layout
     packed, metadata = pl.pallas_call(
@@ -44,7 +44,11 @@ def launch_encode(
         name=name,
         compiler_params=plt.CompilerParams(num_warps=config.num_warps, num_stages=1),
         interpret=interpret,
-    )(lax.reshape(x, elements_shape(layout)), *_each(scalars), *others)
+    )(
+        lax.reshape(x, elements_shape(layout)),
+        *_each(scalars),
+        *(lax.reshape(other, (other.size,)) for other in others),
+    )
     lead = (*layout.lead, layout.num_groups)
     return lax.reshape(packed, (*lead, num_words)), lax.reshape(metadata, lead)
 

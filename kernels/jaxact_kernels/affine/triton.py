@@ -93,7 +93,7 @@ def encode(
         kernel,
         x,
         (seed, first),
-        [lax.reshape(c, (c.size,)) for c in coefficients],
+        coefficients,
         tiles=tiles,
         num_words=words.num_words(layout.group, bits),
         config=config,

@@ -37,8 +37,8 @@ class Elements:
             return x
         layout = self.block.tiles.layout
         along = Along.of(self.shape, self.normalization.axes, layout)
-        each = (self.block.load_along(c, k, along) for c in self.coefficients)
-        return self.normalization.scaled(to_float32(x), *each)
+        coefficients = self.block.load_along(self.coefficients, k, along)
+        return self.normalization.scaled(to_float32(x), *coefficients)
 
 
 def operand_refs(
