@@ -9,11 +9,13 @@ A call in a checkpoint is the step's fullest moment when it is computed again: i
 are the products (compiled for an H100, 1 bit: 2356 -> 2255 MiB for GPT-2 medium, 434 ->
 350 for ViT-B). A call that contains a network has the network's blocks as parts, which
 makes it as small as a call for each block: 401, 207 and 214 MiB for four blocks of the
-tests' transformer at 4 bits, in predicted 3.96, 4.05 and 3.90 ms. A block's own call
-has two where a residual join is in its middle, between attention and MLP: 2940 -> 2834
-MiB for GPT-2 medium at 2 bits, 821 -> 773 for ViT-B, for 0.1 and 0.3 % of the time. Any
-other call is one part: XLA does not fuse across a barrier, and ResNet-50 would take
-48 MiB more at 2 bits.
+tests' transformer at 4 bits, in predicted 3.96, 4.05 and 3.90 ms. A chain has its
+layers: 467 -> 340 MiB for a perceptron with three layers (2048 ReLUs, 32768 rows, 4
+bits; uncompressed 513), 279 -> 213 for blocks like VGG's, in as much time. A block's
+own call has two where a residual join is in its middle, between attention and MLP: 2940
+-> 2834 MiB for GPT-2 medium at 2 bits, 821 -> 773 for ViT-B, for 0.1 and 0.3 % of the
+time. Any other call is one part: XLA does not fuse across a barrier, and ResNet-50
+would take 48 MiB more at 2 bits.
 """
 
 import dataclasses
@@ -26,7 +28,12 @@ import jax
 from jaxact._engine.evaluation import Evaluator, Order, has_product
 from jaxact._engine.late import LateDecoding
 from jaxact._engine.lone import lone_barrier
-from jaxact._engine.places import after_products, between_blocks, joins, joins_among
+from jaxact._engine.places import (
+    after_products,
+    between_blocks,
+    between_layers,
+    joins,
+)
 from jaxact._engine.shared import TABLE, with_shared_operand
 from jaxact._jaxpr.compat import barrier
 from jaxact._jaxpr.primitives import REDUCTIONS
@@ -50,21 +57,30 @@ def block_by_block(order: Order, env: Env, packed: Sequence[PyTree]) -> list[jax
     return _evaluated(order, env, packed, between_blocks)
 
 
+def layer_by_layer(order: Order, env: Env, packed: Sequence[PyTree]) -> list[jax.Array]:
+    """The results, a chain's layers one after another."""
+    wait = barrier if _has_blocks(order) else lone_barrier
+    return _evaluated(order, env, packed, between_layers, wait)
+
+
 def join_by_join(order: Order, env: Env, packed: Sequence[PyTree]) -> list[jax.Array]:
     """The results, a block's branches one after another."""
     return _evaluated(order, env, packed, joins, lone_barrier)
 
 
 def ordered_evaluator(backward: Jaxpr, num_cotangents: int) -> Evaluator | None:
-    """How to evaluate a backward program, whose last inputs are cotangents, in parts.
-
-    A residual block alone may have a place in its middle, and one at its start.
-    """
+    """How to evaluate a backward program in parts: its last inputs are cotangents."""
     order = Order.of(backward, len(backward.invars) - num_cotangents)
-    places = between_blocks(order)
-    if len(places) > 2:
+    if between_layers(order):
+        return layer_by_layer
+    if _has_blocks(order):
         return block_by_block
-    return join_by_join if joins_among(places, order) else None
+    return join_by_join if joins(order) else None
+
+
+def _has_blocks(order: Order) -> bool:
+    """A residual block alone may have a place in its middle, and one at its start."""
+    return len(between_blocks(order)) > 2
 
 
 def _evaluated(
@@ -120,40 +136,48 @@ class _InOrder(LateDecoding):
 
     Attributes:
       parts: for each equation at which one starts, the residuals that it reads first.
-      fresh: products since the last barrier on which later ones depend.
-      ready: gradients since then.
+      live: values on which a product from here on depends.
+      ready: gradients since the last barrier.
+      last_readers: for each value, the last equation that reads it.
     """
 
     parts: dict[int, list[_Stored]]
     barrier: _Barrier
-    fresh: list[Var] = dataclasses.field(default_factory=list)
+    live: list[Var] = dataclasses.field(default_factory=list)
     ready: list[Var] = dataclasses.field(default_factory=list)
+    last_readers: dict[Var, int] = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        order = self.order
+        self.live += [v for v in order.cotangents if v in order.continuing]
+        reads = [(i, order.jaxpr.eqns[i].invars) for i in order.dependent]
+        self.last_readers = {v: i for i, own in reads for v in variables_in(own)}
 
     def step(self, i: int) -> None:
         if i in self.parts:
-            self._wait(self.parts[i])
+            self._wait(self.parts[i], i)
         super().step(i)
         self._sort(self.order.jaxpr.eqns[i])
 
-    def _wait(self, stored: Sequence[_Stored]) -> None:
-        """Let nothing go on before the gradients so far are there."""
+    def _wait(self, stored: Sequence[_Stored], i: int) -> None:
+        """Let nothing go on from an equation before the gradients so far are there."""
         packed = [v for own in stored for v in own.variables]
-        held = [*self.fresh, *self.ready, *packed]
+        self.live = [v for v in self.live if self.last_readers[v] >= i]
+        held = [*self.live, *self.ready, *packed]
         values, table = self.barrier(([self.env[v] for v in held], TABLE))
         self.env.update(zip(held, values, strict=True))
         for variables, tree in stored:
             arrays = jax.tree.unflatten(tree, [self.env[v] for v in variables])
             arrays = jax.tree.leaves(with_shared_operand([arrays], table))
             self.env.update(zip(variables, arrays, strict=True))
-        self.fresh.clear()
         self.ready.clear()
 
     def _sort(self, eqn: Eqn) -> None:
         """Remember what an equation made."""
-        is_product = has_product(eqn)
+        is_gradient = has_product(eqn) or eqn.primitive.name in REDUCTIONS
         for v in eqn.outvars:
             if v in self.order.continuing:
-                if is_product:
-                    self.fresh.append(v)
-            elif is_float(v) and (is_product or eqn.primitive.name in REDUCTIONS):
+                self.live.append(v)
+            elif is_float(v) and is_gradient:
                 self.ready.append(v)

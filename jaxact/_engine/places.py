@@ -6,7 +6,7 @@ another one's: the chain of the network's layers.
 
 import bisect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jaxact._engine.evaluation import Order, has_product
 from jaxact._jaxpr.read import num_bytes, variables_in
@@ -60,16 +60,12 @@ def between_blocks(order: Order) -> list[int]:
 
 
 def joins(order: Order) -> list[int]:
-    """The residual joins in a block, as indices of equations."""
-    return joins_among(between_blocks(order), order)
-
-
-def joins_among(places: Sequence[int], order: Order) -> list[int]:
-    """Those places where as much is live as where the call's cotangents come.
+    """The places in a block where as much is live as where its cotangents come.
 
     Between a transformer's attention and its MLP that is the cotangent of their sum. In
     a ResNet's bottleneck it is a narrow one, with the shortcut's or without.
     """
+    places = between_blocks(order)
     if not places:
         return []
     eqns = [order.jaxpr.eqns[i] for i in order.dependent]
@@ -82,8 +78,29 @@ def joins_among(places: Sequence[int], order: Order) -> list[int]:
     return list(filter(is_join, places))
 
 
+def between_layers(order: Order) -> list[int]:
+    """A chain's places where one value alone is live: the last before each product.
+
+    A weight's gradient is there then, and its residual is not unpacked while the
+    product for the layer before is computed. Most products must have such a place: a
+    variational autoencoder has two layers side by side in its middle, but a residual
+    block's shortcut is live as well in all but its ends.
+    """
+    eqns = [order.jaxpr.eqns[i] for i in order.dependent]
+    products = list(itertools.accumulate(map(order.continues, eqns), initial=0))
+    live = _live(eqns, order, lambda _: 1)
+    final = max((i for i, eqn in enumerate(eqns) if has_product(eqn)), default=0)
+    latest = {products[i]: i for i in range(1, final + 1) if live[i] == 1}
+    is_chain = products[-1] > 0 and 4 * len(latest) > 3 * (products[-1] + 1)
+    return [order.dependent[i] for i in latest.values()] if is_chain else []
+
+
 def _live_bytes(eqns: Sequence[Eqn], order: Order) -> list[int]:
-    """Before each equation, those of values on which a product from there on depends.
+    return _live(eqns, order, num_bytes)
+
+
+def _live(eqns: Sequence[Eqn], order: Order, size: Callable[[Var], int]) -> list[int]:
+    """The size before each equation: values on which a product from there on depends.
 
     Not those of gradients, of which a weight's may be summed up over all layers.
     """
@@ -94,7 +111,7 @@ def _live_bytes(eqns: Sequence[Eqn], order: Order) -> list[int]:
         made |= {v: i + 1 for v in eqn.outvars if v in order.continuing}
     changes = [0] * (len(eqns) + 1)
     for v, i in read.items():
-        count = num_bytes(v)
+        count = size(v)
         changes[made[v]] += count
         changes[i + 1] -= count
     return list(itertools.accumulate(changes))[:-1]
