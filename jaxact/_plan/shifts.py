@@ -1,69 +1,155 @@
-"""Maxima that are taken off scores before these are exponentials, which are summed.
+"""Maxima that are taken off scores, whose choice leaves every result as it is.
 
-A softmax written by hand, exp(s - max(s)) over its sum, has the same value whatever is
-taken off: the gradient through its maximum is zero, wherever a checkpoint that computes
-rounded scores again finds that. `jax.nn.softmax` stops the gradient there.
+A softmax written by hand, exp(s - m) over its sum, has the same value whatever the
+shift m is; so have s - m - log(sum(exp(s - m))) and m + log(sum(exp(s - m))). The
+gradient through such a maximum is zero, wherever a checkpoint that computes rounded
+scores again finds that. `jax.nn.softmax` stops the gradient there.
+
+It is read off the program: each value has m in it a number of times, as a term, or
+exp(m) as a factor, to some power. In results there must be neither left.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from jaxact._jaxpr.primitives import EXPONENTIALS, MOVES
-from jaxact._jaxpr.read import readers_of, variables_in
+from jaxact._jaxpr.compat import open_jaxpr
+from jaxact._jaxpr.primitives import COMPARISONS, MOVES, PRODUCTS
+from jaxact._jaxpr.read import call_body, is_literal
 from jaxact._jaxpr.types import Atom, Eqn, Var
 
-_Readers = Mapping[Var, Sequence[Eqn]]
+# Beside a sum that holds exp(0): guards a division, and is not shifted.
+_SMALL = 1e-3
+
+
+class _Content(NamedTuple):
+    """How a value depends on a shift m: it is a + term * m or a * exp(power * m).
+
+    Attributes:
+      constant: its value where it is a number written in the program; a sum or a mask
+        takes those with others.
+    """
+
+    term: float = 0.0
+    power: float = 0.0
+    constant: float | None = None
+
+    @property
+    def is_free(self) -> bool:
+        return not (self.term or self.power)
+
+    def times(self, factor: float) -> "_Content":
+        return _Content(self.term * factor, self.power * factor)
+
+
+_FREE = _Content()
+_Contents = dict[Var, _Content]
 
 
 def shifts_in(eqns: Sequence[Eqn], results: Sequence[Atom]) -> set[Var]:
-    """The maxima among equations that shift exponentials and do nothing else.
+    """The maxima among equations that shift scores and do nothing else.
 
     Args:
       results: values that leave them.
     """
-    maxima = [e.outvars[0] for e in eqns if e.primitive.name == "reduce_max"]
-    if not maxima:
-        return set()
-    readers, ends = readers_of(eqns), set(variables_in(results))
-    return {v for v in maxima if _is_shift(v, readers, ends)}
+    shifts: set[Var] = set()
+    if not any(e.primitive.name == "reduce_max" for e in eqns):
+        return shifts
+    # The last first: attention with a sink takes max(max(s), sink) off.
+    for place, eqn in reversed(list(enumerate(eqns))):
+        if eqn.primitive.name in ("reduce_max", "max"):
+            contents = {eqn.outvars[0]: _Content(term=1.0)}
+            is_read = _follow(eqns[place + 1 :], contents, shifts)
+            # One that is only compared with tells which score is chosen.
+            is_taken_off = any(
+                v in shifts or x.power or x.term < 0 for v, x in contents.items()
+            )
+            is_left = any(not _of(v, contents).is_free for v in results)
+            if is_read and is_taken_off and not is_left:
+                shifts.add(eqn.outvars[0])
+    return shifts
 
 
-def _is_shift(maximum: Var, readers: _Readers, ends: set[Var]) -> bool:
-    is_found = False
-    for v, eqn in _read_past_moves(maximum, readers):
-        name = eqn.primitive.name
-        if not ends.isdisjoint([v, *eqn.outvars]):
-            return False
-        if name == "sub" and eqn.invars[1] is v:
-            if not _is_summed(eqn.outvars[0], readers):
+def _follow(eqns: Sequence[Eqn], contents: _Contents, shifts: set[Var]) -> bool:
+    """Read what the values contain; whether every equation is understood."""
+    for eqn in eqns:
+        operands = [_of(v, contents) for v in eqn.invars]
+        if all(x == _FREE for x in operands):
+            continue
+        body = call_body(eqn)
+        if body is not None:
+            jaxpr, _ = open_jaxpr(body)
+            inside = dict(zip(jaxpr.invars, operands, strict=True))
+            if not _follow(jaxpr.eqns, inside, shifts):
                 return False
-            is_found = True
-        elif name != "eq":  # asks where it is
-            return False
-    return is_found
+            results = [_of(v, inside) for v in jaxpr.outvars]
+        elif eqn.primitive.name == "max" and eqn.outvars[0] in shifts:
+            results = [_FREE]
+        else:
+            result = _result(eqn, operands)
+            if result is None:
+                return False
+            results = [result] * len(eqn.outvars)
+        contents.update(zip(eqn.outvars, results, strict=True))
+    return True
 
 
-def _is_summed(shifted: Var, readers: _Readers) -> bool:
-    """Whether scores are read by exponentials alone, and a sum reads these."""
-    found = list(_read_past_moves(shifted, readers))
-    names = {
-        e.primitive.name
-        for _, eqn in found
-        for _, e in _read_past_moves(eqn.outvars[0], readers)
-    }
-    return (
-        all(eqn.primitive.name in EXPONENTIALS for _, eqn in found)
-        and "reduce_sum" in names
+def _of(v: Atom, contents: _Contents) -> _Content:
+    if is_literal(v):
+        return _Content(constant=float(v.val)) if _is_real(v) else _FREE
+    return contents.get(v, _FREE)
+
+
+def _is_real(v: Atom) -> bool:
+    return v.aval.dtype.kind in "fiub" and v.aval.shape == ()
+
+
+def _result(eqn: Eqn, operands: Sequence[_Content]) -> _Content | None:
+    """What an equation's result contains, or None: that is not known."""
+    name, first = eqn.primitive.name, operands[0]
+    if name in MOVES or (name == "reduce_sum" and not first.term):
+        return first
+    if all(x.is_free for x in operands):
+        return _FREE
+    if name == "neg":
+        return first._replace(term=-first.term)
+    if name in COMPARISONS:  # ask where the maximum is, to differentiate it
+        return _FREE if not any(x.power for x in operands) else None
+    if name in ("exp", "exp2") and not first.power:
+        return _Content(power=first.term * (1.0 if name == "exp" else math.log(2)))
+    if name == "log" and not first.term:
+        return _Content(term=first.power)
+    if name in ("add", "add_any", "sub", "select_n"):
+        return _sum(name, operands)
+    if name in PRODUCTS | {"mul", "div", "integer_pow"}:
+        return _product(eqn, operands)
+    return None
+
+
+def _sum(name: str, operands: Sequence[_Content]) -> _Content | None:
+    """Terms add up; factors and choices are those that all of them have."""
+    if name != "select_n" and not any(x.power for x in operands):
+        sign = -1.0 if name == "sub" else 1.0
+        return _Content(term=operands[0].term + sign * operands[1].term)
+    cases = operands[1:] if name == "select_n" else operands
+    is_taken = lambda x: (
+        x.constant is None or (name != "select_n" and abs(x.constant) > _SMALL)
     )
+    found = {(x.term, x.power) for x in cases if is_taken(x)}
+    return _Content(*found.pop()) if len(found) == 1 else None
 
 
-def _read_past_moves(v: Var, readers: _Readers) -> list[tuple[Var, Eqn]]:
-    """The equations that read a value or its copies, and which of these."""
-    found, todo = [], [v]
-    while todo:
-        x = todo.pop()
-        for eqn in readers.get(x, ()):
-            if eqn.primitive.name in MOVES:
-                todo += eqn.outvars
-            else:
-                found.append((x, eqn))
-    return found
+def _product(eqn: Eqn, operands: Sequence[_Content]) -> _Content | None:
+    """Powers add up; a term is multiplied with a number, as a temperature, alone."""
+    name = eqn.primitive.name
+    if name == "integer_pow":
+        first = operands[0]
+        return None if first.term else first.times(eqn.params["y"])
+    a, b = operands
+    if name == "mul" and a.constant is not None:
+        a, b = b, a
+    if a.term and b.constant:
+        return a.times(b.constant if name == "mul" else 1 / b.constant)
+    if a.term or b.term:
+        return None
+    return _Content(power=a.power + (-b.power if name == "div" else b.power))

@@ -16,7 +16,26 @@ def by_hand(scores):
     return exponentials / exponentials.sum(-1, keepdims=True)
 
 
-@pytest.mark.parametrize("softmax", [jax.nn.softmax, by_hand])
+def logarithm(scores):
+    shifted = scores - scores.max(-1, keepdims=True)
+    return shifted - jnp.log(jnp.exp(shifted).sum(-1, keepdims=True))
+
+
+def with_a_sink(scores):
+    shift = jnp.maximum(scores.max(-1, keepdims=True), 0.5)
+    exponentials = jnp.exp(scores - shift)
+    return exponentials / (exponentials.sum(-1, keepdims=True) + jnp.exp(0.5 - shift))
+
+
+def at_a_temperature(scores):
+    exponentials = jnp.exp((scores - scores.max(-1, keepdims=True)) / 0.07)
+    return exponentials / (exponentials.sum(-1, keepdims=True) + 1e-6)
+
+
+SOFTMAXES = jax.nn.softmax, by_hand, logarithm, with_a_sink, at_a_temperature
+
+
+@pytest.mark.parametrize("softmax", SOFTMAXES)
 def test_a_softmax_in_a_checkpoint_asks_for_no_order(softmax):
     """Its maximum has no derivative, or one that is zero."""
     f = jax.checkpoint(lambda x: softmax(x @ x.T) @ jax.nn.relu(x))
@@ -31,6 +50,13 @@ def experts(x, w):
     return (w.T[chosen] * scores[..., None]).sum(1)
 
 
+def over_one_more(x, w):
+    """A softmax beside a score that is not shifted with the others."""
+    scores = x @ w / 8
+    exponentials = jnp.exp(scores - scores.max(-1, keepdims=True))
+    return exponentials / (1 + exponentials.sum(-1, keepdims=True)) * x
+
+
 NODES = jnp.arange(64) * 7 % 16  # that edges lead to
 ORDERED = {
     "experts": experts,
@@ -40,6 +66,7 @@ ORDERED = {
     "a maximum taken off": lambda x, w: jnp.exp(
         x @ w / 8 - (x @ w / 8).max(-1)[:, None]
     ),
+    "over one more": over_one_more,
     "gathered": lambda x, w: jax.ops.segment_max(x @ w, NODES, 16)[NODES] * x,
 }
 
