@@ -57,18 +57,18 @@ def arguments(
 
     Args:
       activations, static_argnums: names and positions, see `as_tuple`. The name for
-        all further positional arguments, `xs` in f(x, *xs), stands for each.
+        all further arguments, `xs` or `others` in f(x, *xs, **others), stands for each.
 
     Raises:
       ValueError: `activations` or `static_argnums` name an argument that the call
         does not have.
     """
-    positional, others, keyword = _parameters(f)
+    positional, others, keyword, named = _parameters(f)
     unnamed = [f"{others or 'args'}[{i}]" for i in range(len(args) - len(positional))]
     labels = [*(positional + unnamed)[: len(args)], *kwargs]
     known = list(dict.fromkeys([*labels, *positional, *keyword]))
     positions = range(-len(args), len(known))
-    known += [others] if others else []
+    known += [name for name in (others, named) if name]
     given = {"activations": activations or (), "static_argnums": static_argnums}
     for option, names in given.items():
         for a in names:
@@ -87,6 +87,8 @@ def arguments(
             names.add(number - len(args))
             if number >= len(positional):
                 names.add(others)
+        elif label not in positional + keyword:
+            names.add(named)
         is_static = not names.isdisjoint(static_argnums)
         if activations is None:
             return Argument(label, Kind.UNKNOWN, is_static)
@@ -96,19 +98,17 @@ def arguments(
     return [argument(i, label) for i, label in enumerate(labels)]
 
 
-def _parameters(f: Callable[..., object]) -> tuple[list[str], str, list[str]]:
-    """The names: positional ones, the one for all further ones, keyword-only ones."""
+def _parameters(f: Callable[..., object]) -> tuple[list[str], str, list[str], str]:
+    """The names: positional ones, the one for all further ones; the same by keyword."""
     try:
         parameters = inspect.signature(f).parameters.values()
     except (TypeError, ValueError):  # builtins have no signature
-        return [], "", []
-    positional = (
-        inspect.Parameter.POSITIONAL_ONLY,
-        inspect.Parameter.POSITIONAL_OR_KEYWORD,
-    )
-    others = [p.name for p in parameters if p.kind is inspect.Parameter.VAR_POSITIONAL]
+        return [], "", [], ""
+    named = lambda *kinds: [p.name for p in parameters if p.kind in kinds]
+    kinds = inspect.Parameter
     return (
-        [p.name for p in parameters if p.kind in positional],
-        others[0] if others else "",
-        [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY],
+        named(kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD),
+        "".join(named(kinds.VAR_POSITIONAL)),
+        named(kinds.KEYWORD_ONLY),
+        "".join(named(kinds.VAR_KEYWORD)),
     )

@@ -38,6 +38,17 @@ def test_the_name_is_known_in_a_call_without_any():
     assert same(f(data()), jnp.tanh(data()))
 
 
+def test_the_name_stands_for_further_arguments_by_keyword():
+    named = lambda scale, **xs: product(scale, xs["a"], xs["b"])
+    scale, a, b = ARGS
+
+    def rows(activations):
+        f = jaxact.compress(named, activations=activations)
+        return jaxact.residuals(lambda *args: f(scale, a=args[0], b=args[1]), a, b).rows
+
+    assert rows("xs") == rows(("a", "b")) != rows("a")
+
+
 @pytest.mark.parametrize("names", ["args", "xs[2]", 3])
 def test_other_names_are_refused(names):
     with pytest.raises(ValueError, match=r"'scale', 'xs\[0\]', 'xs\[1\]', 'xs'\]"):
