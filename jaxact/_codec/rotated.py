@@ -70,7 +70,8 @@ class Rotated(Codec[Stored | Wide[Stored]]):
 
     def __post_init__(self) -> None:
         name = type(self).__name__
-        is_half = isinstance(self.bits, float) and self.bits == rotated.HALF_BIT
+        is_float = isinstance(self.bits, float | np.floating)
+        is_half = is_float and self.bits == rotated.HALF_BIT
         bits = rotated.HALF_BIT if is_half else self._checked_bits()
         object.__setattr__(self, "bits", bits)
         group_size = checked_group_size(name, self.group_size)

@@ -357,3 +357,4 @@ def test_bits_of_rotated_groups(codec, bits):
         codec(bits)
     wanted = "0.5, or an integer from 1 to 8, is required."
     assert str(caught.value) == f"{codec.__name__}(bits={bits!r}): {wanted}"
+    assert codec(np.float32(0.5)) == codec(0.5)
