@@ -69,7 +69,7 @@ def allocate(
       >>> jaxact.allocate(table, bits=4).bits
       (('a', 2), ('b', 6))
     """
-    _check_arguments(measured, bits, e2)
+    check_arguments("allocate", measured, bits, e2)
     widths = _widths(ladder)
     rungs = [_rungs(row, widths) for row in measured.rows]
     if bits is not None:
@@ -171,33 +171,34 @@ def _take_best(steps: Steps, budget: float) -> list[int]:
     return counts
 
 
-def _check_arguments(
-    measured: Sensitivity, bits: float | None, e2: float | None
+def check_arguments(
+    caller: str, measured: Sensitivity, bits: float | None, e2: float | None
 ) -> None:
+    """Refuse the arguments with which `allocate` and `reallocate` choose no bits."""
     if not isinstance(measured, Sensitivity):
         raise TypeError(
-            f"allocate({type(measured).__name__}): the costs that jaxact.sensitivity "
+            f"{caller}({type(measured).__name__}): the costs that jaxact.sensitivity "
             "or telemetry's report.sensitivity() measures are required."
         )
     if not measured.rows:
         raise ValueError(
-            "allocate: the table of costs is empty; at least one residual must be "
+            f"{caller}: the table of costs is empty; at least one residual must be "
             "measured."
         )
     if (bits is None) == (e2 is None):
         raise ValueError(
-            f"allocate(bits={bits}, e2={e2}): exactly one is required: bits, an "
+            f"{caller}(bits={bits}, e2={e2}): exactly one is required: bits, an "
             "average budget, or e2, a bound on the added variance."
         )
     if bits is not None:
         checked_number(
             bits,
             lambda x: 0 < x <= 32,
-            f"allocate(bits={bits!r}): an average above 0 and at most 32 is required, "
+            f"{caller}(bits={bits!r}): an average above 0 and at most 32 is required, "
             "such as 2.",
         )
     if e2 is not None:
-        checked_e2("allocate(e2=", e2)
+        checked_e2(f"{caller}(e2=", e2)
 
 
 def _widths(ladder: Sequence[float]) -> list[float]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from jaxact._bits.allocation import Allocation
 from jaxact._bits.cost import Sensitivity
-from jaxact._bits.greedy import LADDER, allocate
+from jaxact._bits.greedy import LADDER, allocate, check_arguments
 from jaxact._codec.checks import checked_kind, checked_number
 from jaxact._written_as import written_as
 
@@ -65,6 +65,7 @@ def reallocate(
         f"reallocate(gain={gain!r}): a fraction from 0 to below 1 is required, such "
         "as 0.25.",
     )
+    check_arguments("reallocate", measured, bits, e2)
     finite = [math.isfinite(row.variance) for row in measured.rows]
     if finite and not (any(finite) and math.isfinite(measured.signal)):
         _log.info("jaxact: nothing finite was measured, the bits stay as they are")

@@ -206,6 +206,12 @@ def test_bad_requests(arguments, message):
         reallocate(allocate(table([1.0, 2.0]), bits=2), table([1.0, 2.0]), **arguments)
 
 
+def test_a_request_without_bits_is_refused_by_the_name_that_was_called():
+    current = allocate(table([1.0]), bits=2)
+    with pytest.raises(ValueError, match=r"^reallocate\(bits=None, e2=None\): exactly"):
+        reallocate(current, current.measured)
+
+
 def test_bad_tables():
     with pytest.raises(ValueError, match="empty"):
         allocate(table([]), bits=2)
