@@ -14,12 +14,25 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxact._jaxpr.compat import open_jaxpr
-from jaxact._jaxpr.primitives import COMPARISONS, MOVES, PRODUCTS
-from jaxact._jaxpr.read import call_body, is_literal
+from jaxact._jaxpr.primitives import (
+    EXPONENTIALS,
+    JOINS,
+    MOVES,
+    PLACEMENTS,
+    PRODUCTS,
+    SELECTIONS,
+    STEPS,
+)
+from jaxact._jaxpr.read import call_body, is_float, is_literal
 from jaxact._jaxpr.types import Atom, Eqn, Var
 
 # Beside a sum that holds exp(0): guards a division, and is not shifted.
 _SMALL = 1e-3
+# With every operand times a positive number, the result is times that too.
+_HOMOGENEOUS = JOINS | frozenset(
+    "add add_any sub max min abs reduce_sum reduce_max reduce_min cumsum "
+    "reduce_window_sum scatter-add scatter_add psum psum_invariant".split()
+)
 
 
 class _Content(NamedTuple):
@@ -37,6 +50,10 @@ class _Content(NamedTuple):
     @property
     def is_free(self) -> bool:
         return not (self.term or self.power)
+
+    @property
+    def is_small(self) -> bool:
+        return self.constant is not None and abs(self.constant) <= _SMALL
 
     def times(self, factor: float) -> "_Content":
         return _Content(self.term * factor, self.power * factor)
@@ -71,7 +88,7 @@ def shifts_in(eqns: Sequence[Eqn], results: Sequence[Atom]) -> set[Var]:
 
 
 def _follow(eqns: Sequence[Eqn], contents: _Contents, shifts: set[Var]) -> bool:
-    """Read what the values contain; whether every equation is understood."""
+    """Note the values' contents; whether every equation is understood."""
     for eqn in eqns:
         operands = [_of(v, contents) for v in eqn.invars]
         if all(x == _FREE for x in operands):
@@ -105,37 +122,37 @@ def _is_real(v: Atom) -> bool:
 
 
 def _result(eqn: Eqn, operands: Sequence[_Content]) -> _Content | None:
-    """What an equation's result contains, or None: that is not known."""
+    """The content that results have, or None: that is not known."""
     name, first = eqn.primitive.name, operands[0]
-    if name in MOVES or (name == "reduce_sum" and not first.term):
+    if name in STEPS:  # has no derivative: asks where the maximum is, or for a guard
+        return _FREE
+    if name in MOVES | SELECTIONS | PLACEMENTS:
         return first
     if all(x.is_free for x in operands):
         return _FREE
     if name == "neg":
         return first._replace(term=-first.term)
-    if name in COMPARISONS:  # ask where the maximum is, to differentiate it
-        return _FREE if not any(x.power for x in operands) else None
-    if name in ("exp", "exp2") and not first.power:
+    if name in EXPONENTIALS and not first.power:
         return _Content(power=first.term * (1.0 if name == "exp" else math.log(2)))
     if name == "log" and not first.term:
         return _Content(term=first.power)
-    if name in ("add", "add_any", "sub", "select_n"):
-        return _sum(name, operands)
+    if name in ("add", "add_any", "sub") and not any(x.power for x in operands):
+        sign = -1.0 if name == "sub" else 1.0
+        return _Content(term=first.term + sign * operands[1].term)
+    if name == "select_n":
+        return _common([x for x in operands[1:] if x.constant is None])
+    if name in _HOMOGENEOUS:
+        floats = zip(eqn.invars, operands, strict=True)
+        found = _common([x for v, x in floats if is_float(v) and not x.is_small])
+        return None if found is None or found.term else found
     if name in PRODUCTS | {"mul", "div", "integer_pow"}:
         return _product(eqn, operands)
     return None
 
 
-def _sum(name: str, operands: Sequence[_Content]) -> _Content | None:
-    """Terms add up; factors and choices are those that all of them have."""
-    if name != "select_n" and not any(x.power for x in operands):
-        sign = -1.0 if name == "sub" else 1.0
-        return _Content(term=operands[0].term + sign * operands[1].term)
-    cases = operands[1:] if name == "select_n" else operands
-    is_taken = lambda x: (
-        x.constant is None or (name != "select_n" and abs(x.constant) > _SMALL)
-    )
-    found = {(x.term, x.power) for x in cases if is_taken(x)}
+def _common(contents: Sequence[_Content]) -> _Content | None:
+    """The content that all have."""
+    found = {(x.term, x.power) for x in contents}
     return _Content(*found.pop()) if len(found) == 1 else None
 
 
