@@ -57,6 +57,27 @@ def test_a_masked_exponential(decayed, names):
     assert error < 0.1
 
 
+STEPS = jnp.tril(jnp.ones((16, 16), bool))
+
+
+def test_decays_that_end_within_a_step():
+    """Gates had 2 gradients of noise: that of scores which have not decayed."""
+    rows = (32, 16, 16)
+
+    k, v = jax.random.normal(KEYS[0], (2, *rows))
+
+    def f(q, gates):
+        sums = jnp.cumsum(8 * gates, -1)
+        decays = jnp.where(STEPS, sums[:, :, None] - sums[:, None, :], -1e30)
+        scores = jnp.einsum("htd,hsd->hts", q, k) * jnp.exp(decays)
+        return jnp.einsum("hts,hsd->htd", scores, v)
+
+    q = jax.random.normal(KEYS[1], rows)
+    gates = jax.nn.log_sigmoid(jax.random.normal(KEYS[2], rows[:2]))
+    error = gradient_error(f, q, gates, policy=Policy(bits=8), argnums=[0, 1])
+    assert error < 0.05
+
+
 # One exponential, or one mask, on both sides.
 BOTH_SIDES = {
     "other side": lambda x, e: jnp.where(CAUSAL, x, 0) + jnp.where(CAUSAL, 0, e * X),
