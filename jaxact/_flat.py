@@ -39,6 +39,7 @@ class Flat:
         that output, as numbers.
       returned: numbers of the outputs that leave the call; None: all do.
       is_inside: whether an equation in another call holds it: a scan, a conditional.
+      is_step: whether it is a loop's step, all of which the loop ends before the next.
       unlabelled: the function whose `labelled` this is.
     """
 
@@ -49,6 +50,7 @@ class Flat:
     carried: tuple[tuple[int, int], ...] = ()
     returned: tuple[int, ...] | None = None
     is_inside: bool = False
+    is_step: bool = False
     unlabelled: "Flat | None" = dataclasses.field(
         default=None, init=False, compare=False, repr=False
     )
@@ -71,7 +73,7 @@ class Flat:
         if self.unlabelled is not None:  # labels follow from the program
             return self.unlabelled.first_alike.labelled
         structure = open_structure(self.jaxpr)
-        links = self.carried, self.returned, self.is_inside
+        links = self.carried, self.returned, self.is_inside, self.is_step
         key = structure, self.kinds, self.paths, self.owners, links
         return _traced.setdefault(key, self)
 

@@ -21,6 +21,7 @@ from jax.interpreters import ad
 from jaxact._engine.evaluation import Evaluator, Order, equation_by_equation
 from jaxact._engine.late import decoded_late, has_checkpoints
 from jaxact._engine.ordered import ordered_evaluator, product_by_product
+from jaxact._engine.pieces import Pieces
 from jaxact._engine.shared import TABLE, with_shared_operand
 from jaxact._engine.storage import BackwardProgram, Packed, Probe, Storage
 from jaxact._engine.together import Stored, Together, apart
@@ -28,7 +29,7 @@ from jaxact._engine.unused import UsedPart, used_part
 from jaxact._jaxpr.compat import barrier, open_jaxpr
 from jaxact._jaxpr.evaluate import in_mesh_of, is_traced, placed, value_of
 from jaxact._jaxpr.rewrite import prune
-from jaxact._jaxpr.types import Dtype, Env, PyTree, Var
+from jaxact._jaxpr.types import Dtype, Env, Jaxpr, PyTree, Var
 from jaxact._plan.decoded_again import decoded_again_p
 from jaxact._plan.storage import StoragePlan
 
@@ -42,7 +43,7 @@ def backward_pass(
     cotangents: Sequence[jax.Array | SymbolicZero],
 ) -> tuple[list[jax.Array], Probe]:
     """Gradients for the active inputs, and cotangents for the settings `keys`."""
-    part = None
+    part, is_step = None, isinstance(packed, Together)
     is_used = [not isinstance(c, SymbolicZero) for c in cotangents]
     if not all(is_used) and (part := used_part(plan, is_used)) is not None:
         pairs = zip(plan.packed, apart(packed), strict=True)
@@ -53,17 +54,17 @@ def backward_pass(
         _packed(v, arrays, plan, keys)
         for v, arrays in zip(plan.packed, inputs.packed, strict=True)
     ]
+    dtypes = plan.forward.backward.gradient_dtypes
     if any(r.is_measured for r in residuals):
         program = backward_program(plan, inputs, part)
         decoded = [_decoded(storage, r) for r in residuals]
         with in_mesh_of(inputs.cotangents[0]):
             results = storage.backward(program, residuals, decoded, inputs.cotangents)
-    else:
-        evaluate = _evaluator(plan, inputs)
-        results = _evaluated(evaluate, plan, part, storage, residuals, inputs), {}
-    if not plan.packed:
-        return results
-    return _held(*results, plan.forward.backward.gradient_dtypes)
+        return _held(*results, dtypes)
+    gradients, pieces = _evaluated(plan, part, storage, residuals, inputs, is_step)
+    if pieces is not None:
+        return pieces.cut(gradients), {}
+    return _held(gradients, {}, dtypes) if plan.packed else (gradients, {})
 
 
 @dataclass(frozen=True)
@@ -183,14 +184,14 @@ def _evaluator(plan: StoragePlan, inputs: BackwardInputs) -> Evaluator | None:
 
 
 def _evaluated(
-    evaluate: Evaluator | None,
     plan: StoragePlan,
     part: UsedPart | None,
     storage: Storage,
     residuals: Sequence[Packed],
     inputs: BackwardInputs,
-) -> list[jax.Array]:
-    """The gradients."""
+    is_step: bool,
+) -> tuple[list[jax.Array], Pieces | None]:
+    """The gradients; in a loop's step the others, and arrays in place of pieces."""
     cotangents = inputs.cotangents
     floating = [
         i for i, c in enumerate(cotangents) if jnp.issubdtype(c.dtype, jnp.inexact)
@@ -209,17 +210,21 @@ def _evaluated(
 
     packed = [r.arrays for r in residuals]
     arrays = [cotangents[i] for i in floating]
+    evaluate = _evaluator(plan, inputs)
     if evaluate is None:
-        return run(packed, arrays)
-    return evaluate(*_equations(run, packed, arrays), packed)
+        return run(packed, arrays), None
+    jaxpr, count, env = _equations(run, packed, arrays)
+    pieces = Pieces.of(jaxpr) if is_step else None
+    results = [*pieces.others, *pieces.wholes] if pieces else jaxpr.outvars
+    return evaluate(Order.of(prune(jaxpr, results), count), env, packed), pieces
 
 
 def _equations(
     program: Callable[[PyTree, list[jax.Array]], list[jax.Array]],
     packed: PyTree,
     cotangents: list[jax.Array],
-) -> tuple[Order, Env]:
-    """Those of `program(packed, cotangents)`, and its inputs' values."""
+) -> tuple[Jaxpr, int, Env]:
+    """`program(packed, cotangents)`, how many arrays are packed, and inputs' values."""
     leaves, tree = jax.tree.flatten(packed)
     count = len(leaves)
 
@@ -229,10 +234,9 @@ def _equations(
 
     closed = jax.make_jaxpr(flat)(*leaves, *cotangents)
     jaxpr, consts = open_jaxpr(closed)
-    jaxpr = prune(jaxpr, jaxpr.outvars)
     env = dict(zip(jaxpr.constvars, consts, strict=True))
     env |= dict(zip(jaxpr.invars, [*leaves, *cotangents], strict=True))
-    return Order.of(jaxpr, count), env
+    return jaxpr, count, env
 
 
 def _packed(v: Var, arrays: PyTree, plan: StoragePlan, keys: Collection[str]) -> Packed:

@@ -304,7 +304,7 @@ class _Rule:
             # which opens those, rounds in another order.
             outputs = self.flat(*values)
         parts, exact = _marked(passes.plan, prefix, stored)
-        packed = together(passes.plan, parts) if self.flat.is_inside else parts
+        packed = together(passes.plan, parts) if self.flat.is_step else parts
         self.ran_forward = True
         saved = Static(_Saved(passes, active, tuple(probe)))
         return outputs, (saved, packed, [*exact, *kept])

@@ -47,6 +47,7 @@ def evaluate_scan(
         tuple((first + i, i) for i in range(num_carry)),
         tuple(range(num_carry, len(body.outvars))),
         is_inside=True,
+        is_step=eqn.params["unroll"] == 1,
     )
     scope = module_path(eqn.source_info.name_stack)
 

@@ -66,16 +66,49 @@ def test_gradients_are_those_of_the_residuals(lift):
         assert relative_error(got, want) < 0.02
 
 
+def gated(w, xs):
+    """Gates by one product with joined weights, whose gradients are pieces."""
+
+    def step(carry, x):
+        joined = jnp.concatenate([carry, x], -1) @ jnp.concatenate(w, axis=1)
+        keep, write, read, value = map(jnp.tanh, jnp.split(joined, 4, axis=-1))
+        state = keep * carry + write * value
+        return read * state, state
+
+    return jax.lax.scan(step, jnp.zeros_like(xs[0]), xs)[1]
+
+
+SIZED = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+
+
 @pytest.mark.slow
 @needs_target
-def test_a_recurrent_network_on_a_gpu():
-    """With arrays apart it took 2.6 times as many kernels as uncompressed."""
-    small = jaxact.compress(recurrent, policy=Policy(4), activations="xs")
+@pytest.mark.parametrize(
+    "f, weights, most",
+    [(recurrent, SIZED((512, 1024)), 2), (gated, [SIZED((1024, 512))] * 4, 1.65)],
+    ids=["recurrent", "gated"],
+)
+def test_a_recurrent_network_on_a_gpu(f, weights, most):
+    """2.6 times as many kernels as uncompressed where a step's arrays are apart.
+
+    And for joined weights 1.8 times where all gradients wait at a step's end.
+    """
+    small = jaxact.compress(f, policy=Policy(4), activations="xs")
     total = lambda f: lambda w, xs: jnp.sum(f(w, xs) ** 2)
-    sized = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
-    sizes = sized((512, 1024)), sized((128, 64, 512))
     plain, packed = (
-        jaxact.predicted_time(jax.grad(total(f)), *sizes, target="h100").kernels
-        for f in (recurrent, small)
+        jaxact.predicted_time(
+            jax.grad(total(f)), weights, SIZED((128, 64, 512)), target="h100"
+        ).kernels
+        for f in (f, small)
     )
-    assert packed < 2 * plain
+    assert packed < most * plain
+
+
+def test_gradients_that_are_pieces_of_unlike_widths():
+    wide = jnp.concatenate([W, -W], axis=1)
+    weights = [jnp.concatenate([w, w]) for w in jnp.split(wide, [3, 20, 36], axis=1)]
+    small = jaxact.compress(gated, policy=Policy(8), activations="xs")
+    total = lambda f: lambda w: jnp.sum(f(w, X) ** 2)
+    found, wanted = (jax.jit(jax.grad(total(f)))(weights) for f in (small, gated))
+    for got, want in zip(found, wanted, strict=True):
+        assert relative_error(got, want) < 0.02
