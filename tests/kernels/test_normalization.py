@@ -18,6 +18,7 @@ from jaxact_kernels.dispatch import run
 from jaxact_kernels.normalization import Normalization
 from jaxact_kernels.rotated import reference as rotated_reference, triton as rotation
 from support.subjects import jit_interpreted as jit
+from support.variants import thorough
 
 SEED = np.uint32(7)
 BY_CHANNEL = Normalization((-1,), is_centered=True)
@@ -102,6 +103,7 @@ def test_the_kernel_normalizes_along_any_axes(shape, axes):
     assert_equal(got, wanted(values))
 
 
+@thorough
 @pytest.mark.parametrize("is_adaptive", [False, True], ids=["rotated", "adaptive"])
 @pytest.mark.parametrize("shape", SHAPES[:4], ids=str)
 def test_the_kernel_that_rotates_normalizes_by_channel(shape, is_adaptive):
