@@ -6,6 +6,7 @@ another one's: the chain of the network's layers.
 
 import bisect
 import itertools
+import statistics
 from collections.abc import Callable, Sequence
 
 from jaxact._engine.evaluation import Order, has_product
@@ -17,6 +18,8 @@ from jaxact._jaxpr.types import Eqn, Var
 _AHEAD = 8
 # Such bytes count as equal: sums for norms and biases are live here and there.
 _SIMILAR = 1.1
+# A value with so many times fewer bytes than a typical product's result is none.
+_NARROW = 8
 
 
 def after_products(order: Order) -> list[int]:
@@ -84,14 +87,20 @@ def between_layers(order: Order) -> list[int]:
     A weight's gradient is there then, and its residual is not unpacked while the
     product for the layer before is computed. Most products must have such a place: a
     variational autoencoder has two layers side by side in its middle, but a residual
-    block's shortcut is live as well in all but its ends.
+    block's shortcut is live as well in all but its ends. Narrow values do not count:
+    the loss's own cotangent, which a penalty on each layer's activations reads at last,
+    and those that an autoencoder's divergence makes in its latent space.
     """
     eqns = [order.jaxpr.eqns[i] for i in order.dependent]
     products = list(itertools.accumulate(map(order.continues, eqns), initial=0))
-    live = _live(eqns, order, lambda _: 1)
+    if not products[-1]:
+        return []
+    results = [v for eqn in filter(order.continues, eqns) for v in eqn.outvars]
+    typical = statistics.median(map(num_bytes, results))
+    live = _live(eqns, order, lambda v: _NARROW * num_bytes(v) > typical)
     final = max((i for i, eqn in enumerate(eqns) if has_product(eqn)), default=0)
-    latest = {products[i]: i for i in range(1, final + 1) if live[i] == 1}
-    is_chain = products[-1] > 0 and 4 * len(latest) > 3 * (products[-1] + 1)
+    latest = {products[i]: i for i in range(1, final + 1) if live[i] <= 1}
+    is_chain = 4 * len(latest) > 3 * (products[-1] + 1)
     return [order.dependent[i] for i in latest.values()] if is_chain else []
 
 
