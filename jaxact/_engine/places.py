@@ -7,7 +7,7 @@ another one's: the chain of the network's layers.
 import bisect
 import itertools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from jaxact._engine.evaluation import Order, has_product
 from jaxact._jaxpr.read import num_bytes, variables_in
@@ -97,7 +97,8 @@ def between_layers(order: Order) -> list[int]:
         return []
     results = [v for eqn in filter(order.continues, eqns) for v in eqn.outvars]
     typical = statistics.median(map(num_bytes, results))
-    live = _live(eqns, order, lambda v: _NARROW * num_bytes(v) > typical)
+    every = {*order.cotangents, *(v for eqn in eqns for v in eqn.outvars)}
+    live = _live(eqns, order, every, lambda v: _NARROW * num_bytes(v) > typical)
     final = max((i for i, eqn in enumerate(eqns) if has_product(eqn)), default=0)
     latest = {products[i]: i for i in range(1, final + 1) if live[i] <= 1}
     is_chain = 4 * len(latest) > 3 * (products[-1] + 1)
@@ -105,19 +106,25 @@ def between_layers(order: Order) -> list[int]:
 
 
 def _live_bytes(eqns: Sequence[Eqn], order: Order) -> list[int]:
-    return _live(eqns, order, num_bytes)
-
-
-def _live(eqns: Sequence[Eqn], order: Order, size: Callable[[Var], int]) -> list[int]:
-    """The size before each equation: values on which a product from there on depends.
+    """Before each equation, those of values on which a product from there on depends.
 
     Not those of gradients, of which a weight's may be summed up over all layers.
     """
-    made = dict.fromkeys(order.continuing.intersection(order.cotangents), 0)
+    return _live(eqns, order, order.continuing, num_bytes)
+
+
+def _live(
+    eqns: Sequence[Eqn],
+    order: Order,
+    values: Collection[Var],
+    size: Callable[[Var], int],
+) -> list[int]:
+    """The size of those values that are live before each equation."""
+    made = {v: 0 for v in order.cotangents if v in values}
     read: dict[Var, int] = {}
     for i, eqn in enumerate(eqns):
         read |= {v: i for v in variables_in(eqn.invars) if v in made}
-        made |= {v: i + 1 for v in eqn.outvars if v in order.continuing}
+        made |= {v: i + 1 for v in eqn.outvars if v in values}
     changes = [0] * (len(eqns) + 1)
     for v, i in read.items():
         count = size(v)

@@ -374,7 +374,8 @@ def thunks(folder):
     for line in path.read_text().splitlines():
         is_mark = line.strip() in ("condition:", "body:")
         in_condition = line.strip() == "condition:" if is_mark else in_condition
-        is_kernel = any(f": {kind} " in line for kind in ("kCustomKernel", "kCopy"))
+        kinds = "kCustomKernel", "kCopy", "kCublasLtMatmul"
+        is_kernel = any(f": {kind} " in line for kind in kinds)
         is_kernel |= ": kMemset" in line or ": kKernel" in line or ": kMemzero" in line
         count += is_kernel and not in_condition
     return count
