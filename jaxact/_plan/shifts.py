@@ -23,11 +23,13 @@ from jaxact._jaxpr.primitives import (
     SELECTIONS,
     STEPS,
 )
-from jaxact._jaxpr.read import call_body, is_float, is_literal
+from jaxact._jaxpr.read import call_body, is_float, is_literal, variables_in
 from jaxact._jaxpr.types import Atom, Eqn, Var
 
 # Beside a sum that holds exp(0): guards a division, and is not shifted.
 _SMALL = 1e-3
+# Less than all scores by so much that nothing is left of its exponential.
+_MUCH = 1e3
 # With every operand times a positive number, the result is times that too.
 _HOMOGENEOUS = JOINS | frozenset(
     "add add_any sub max min abs reduce_sum reduce_max reduce_min cumsum "
@@ -72,11 +74,12 @@ def shifts_in(eqns: Sequence[Eqn], results: Sequence[Atom]) -> set[Var]:
     shifts: set[Var] = set()
     if not any(e.primitive.name == "reduce_max" for e in eqns):
         return shifts
+    maxima = _maxima(eqns)
     # The last first: attention with a sink takes max(max(s), sink) off.
     for place, eqn in reversed(list(enumerate(eqns))):
-        if eqn.primitive.name in ("reduce_max", "max"):
+        if eqn.primitive.name in ("reduce_max", "max") and eqn.outvars[0] in maxima:
             contents = {eqn.outvars[0]: _Content(term=1.0)}
-            is_read = _follow(eqns[place + 1 :], contents, shifts)
+            is_read = _follow(eqns[place + 1 :], eqn, contents, shifts)
             # One that is only compared with tells which score is chosen.
             is_taken_off = any(
                 v in shifts or x.power or x.term < 0 for v, x in contents.items()
@@ -87,17 +90,44 @@ def shifts_in(eqns: Sequence[Eqn], results: Sequence[Atom]) -> set[Var]:
     return shifts
 
 
-def _follow(eqns: Sequence[Eqn], contents: _Contents, shifts: set[Var]) -> bool:
+def _maxima(eqns: Sequence[Eqn]) -> set[Var]:
+    """Rows' maxima, also with a sink: not a ReLU, which differs within a row."""
+    maxima: set[Var] = set()
+    for eqn in eqns:
+        name = eqn.primitive.name
+        is_later = name in MOVES | {"max"} and not maxima.isdisjoint(
+            variables_in(eqn.invars)
+        )
+        if name == "reduce_max" or is_later:
+            maxima.update(eqn.outvars)
+    return maxima
+
+
+def _adds_rows(eqn: Eqn, source: Eqn, operands: Sequence[_Content]) -> bool:
+    """Whether it adds elements less different maxima: exp(s - max(s, 1)) by columns."""
+    axes, rank = source.params.get("axes", ()), source.invars[0].aval.ndim
+    if not axes or operands[0].is_free or eqn.invars[0].aval.ndim != rank:
+        return False
+    if eqn.primitive.name in ("reduce_sum", "reduce_max", "reduce_min"):
+        return not set(eqn.params["axes"]) <= set(axes)
+    return eqn.primitive.name == "cumsum" and eqn.params["axis"] not in axes
+
+
+def _follow(
+    eqns: Sequence[Eqn], source: Eqn, contents: _Contents, shifts: set[Var]
+) -> bool:
     """Note the values' contents; whether every equation is understood."""
     for eqn in eqns:
         operands = [_of(v, contents) for v in eqn.invars]
         if all(x == _FREE for x in operands):
             continue
+        if _adds_rows(eqn, source, operands):
+            return False
         body = call_body(eqn)
         if body is not None:
             jaxpr, _ = open_jaxpr(body)
             inside = dict(zip(jaxpr.invars, operands, strict=True))
-            if not _follow(jaxpr.eqns, inside, shifts):
+            if not _follow(jaxpr.eqns, source, inside, shifts):
                 return False
             results = [_of(v, inside) for v in jaxpr.outvars]
         elif eqn.primitive.name == "max" and eqn.outvars[0] in shifts:
@@ -140,7 +170,7 @@ def _result(eqn: Eqn, operands: Sequence[_Content]) -> _Content | None:
         sign = -1.0 if name == "sub" else 1.0
         return _Content(term=first.term + sign * operands[1].term)
     if name == "select_n":
-        return _common([x for x in operands[1:] if x.constant is None])
+        return _selected(operands[1:])
     if name in _HOMOGENEOUS:
         floats = zip(eqn.invars, operands, strict=True)
         found = _common([x for v, x in floats if is_float(v) and not x.is_small])
@@ -148,6 +178,19 @@ def _result(eqn: Eqn, operands: Sequence[_Content]) -> _Content | None:
     if name in PRODUCTS | {"mul", "div", "integer_pow"}:
         return _product(eqn, operands)
     return None
+
+
+def _selected(cases: Sequence[_Content]) -> _Content | None:
+    """The content that all cases have beside fillers: 0, or about -infinity for s - m.
+
+    In place of m itself any number is one: a guard for rows that a mask leaves empty.
+    """
+    found = _common([x for x in cases if x.constant is None])
+    fillers = [x.constant for x in cases if x.constant is not None]
+    if found is None or found.term > 0:
+        return found
+    is_filler = (lambda c: c == 0) if found.power else (lambda c: c < -_MUCH)
+    return found if all(map(is_filler, fillers)) else None
 
 
 def _common(contents: Sequence[_Content]) -> _Content | None:

@@ -67,6 +67,19 @@ def over_one_more(x, w):
     return exponentials / (1 + exponentials.sum(-1, keepdims=True)) * x
 
 
+def by_columns(x, w):
+    """Rows have different maxima, which the sum of a column weighs."""
+    exponentials = jnp.exp(x @ w / 8 - (x @ w / 8).max(-1, keepdims=True))
+    return exponentials / exponentials.sum(0, keepdims=True) * x
+
+
+def filled(x, w):
+    """A softmax with a number among the exponentials, which is not shifted."""
+    exponentials = jnp.exp(x @ w / 8 - (x @ w / 8).max(-1, keepdims=True))
+    exponentials = jnp.where(jnp.eye(64) > 0, 1.0, exponentials)
+    return exponentials / exponentials.sum(-1, keepdims=True) * x
+
+
 NODES = jnp.arange(64) * 7 % 16  # that edges lead to
 ORDERED = {
     "experts": experts,
@@ -77,6 +90,8 @@ ORDERED = {
         x @ w / 8 - (x @ w / 8).max(-1)[:, None]
     ),
     "over one more": over_one_more,
+    "by columns": by_columns,
+    "filled": filled,
     "gathered": lambda x, w: jax.ops.segment_max(x @ w, NODES, 16)[NODES] * x,
 }
 
