@@ -1,18 +1,18 @@
 """Images of an array: values that grow like a power of it, and the sums among them."""
 
-from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
+from jaxact._jaxpr.axes import MIXED, moved, multiplied
 from jaxact._jaxpr.primitives import CASTS, COPIES, MOVES, SCATTERS
 from jaxact._jaxpr.read import contracts, is_square
-from jaxact._jaxpr.types import Atom, Eqn, Shape, Var
+from jaxact._jaxpr.types import Atom, Eqn, Var
 
 # Results that grow and shrink with an operand: a mask or a weight is in them at most.
 GROWING = CASTS | COPIES | frozenset("abs neg mul div max add add_any select_n".split())
 # With elements of the operand that are not in the result.
 LEAVING_OUT = frozenset("max select_n".split())
-# In place of an axis: segments, which are no rows; a part of one, or several in one.
-_SEGMENT, _MIXED = -1, -2
+# In place of an axis: segments, which are no rows.
+_SEGMENT = -1
 
 Axes: TypeAlias = tuple[int, ...]
 
@@ -22,7 +22,7 @@ class Image(NamedTuple):
 
     Attributes:
       axes: for each of its own the array's axis that it is, or None; or `_SEGMENT`, or
-        `_MIXED`.
+        `MIXED`.
       total: the sum that it is a multiple of; None before elements are added.
       is_partial: whether elements were left out before: by a mask, or a ReLU. No sum
         bounds these, and over one that is small they would be a group's range.
@@ -60,7 +60,7 @@ def image_in(eqn: Eqn, image: Image) -> Image | None:
         segments = (_SEGMENT,) * out.aval.ndim
         return Image(out, segments, degree, total or out, *marks)
     if name in MOVES | {"slice", "dynamic_slice"} and eqn.invars[0] is v:
-        return Image(out, _moved(eqn, axes), degree, total, *marks)
+        return Image(out, moved(eqn, axes), degree, total, *marks)
     return None
 
 
@@ -76,7 +76,7 @@ def has_no_rows(image: Image) -> bool:
     """
     sizes = zip(image.axes, image.variable.aval.shape, strict=True)
     own = [i for i, n in sizes if n > 1 and i is not None]
-    return is_by_segment(image) or _MIXED in own or own != sorted(own)
+    return is_by_segment(image) or MIXED in own or own != sorted(own)
 
 
 def has_weights(image: Image) -> bool:
@@ -98,44 +98,7 @@ def _product(eqn: Eqn, image: Image) -> Image:
     """A product that sums an array, with weights or with itself."""
     v, axes, degree, total, *marks = image
     left, right = eqn.invars
-    contracted, batch = eqn.params["dimension_numbers"]
-    own = 0 if left is v else 1
-    labels = [axes[i] for i in batch[own]]
-    for side, operand in enumerate((left, right)):
-        inside = (*contracted[side], *batch[side])
-        free = [i for i in range(operand.aval.ndim) if i not in inside]
-        labels += [axes[i] if side == own else None for i in free]
+    labels = multiplied(eqn, 0 if left is v else 1, axes)
     out = eqn.outvars[0]
     degree *= 1 + (left is right)
-    return Image(out, tuple(labels), degree, total or out, *marks)
-
-
-def _moved(eqn: Eqn, axes: Sequence[int | None]) -> tuple[int | None, ...]:
-    """The axes after a move."""
-    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    if before == after and eqn.primitive.name not in ("transpose", "rev"):
-        return tuple(axes)
-    labels: list[int | None] = [None] * len(after)
-    if eqn.primitive.name == "broadcast_in_dim":
-        for i, k in zip(axes, eqn.params["broadcast_dimensions"], strict=True):
-            labels[k] = i
-    elif eqn.primitive.name == "transpose":
-        labels = [axes[k] for k in eqn.params["permutation"]]
-    elif [n for n in before if n > 1] == [n for n in after if n > 1]:
-        long = [i for i, n in zip(axes, before, strict=True) if n > 1]
-        rest = iter(long)
-        labels = [next(rest) if n > 1 else None for n in after]
-    else:  # a slice, or a reshape that joins or splits some axes
-        mixed: list[int | None] = [_MIXED if n > 1 else None for n in after]
-        first = _num_alike(before, after)
-        last = min(_num_alike(before[::-1], after[::-1]), len(after) - first)
-        middle = mixed[first : len(after) - last]
-        labels = [*axes[:first], *middle, *axes[len(axes) - last :]]
-    return tuple(labels)
-
-
-def _num_alike(sizes: Shape, others: Shape) -> int:
-    """How many sizes are equal before the first that is not."""
-    pairs = enumerate(zip(sizes, others, strict=False))
-    shorter = min(len(sizes), len(others))
-    return next((k for k, (n, m) in pairs if n != m), shorter)
+    return Image(out, labels, degree, total or out, *marks)

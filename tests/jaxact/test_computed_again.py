@@ -41,8 +41,28 @@ def with_guards(scores):
     return jnp.concatenate(jnp.split(exponentials, 2, -1), -1) / total
 
 
+def over_all(scores):
+    exponentials = jnp.exp(scores - scores.max())
+    return 16 * exponentials / exponentials.sum()
+
+
+def label(scores):
+    """As a cross-entropy reads it."""
+    shifted = scores - scores.max(-1, keepdims=True)
+    chosen = jnp.take_along_axis(shifted, jnp.arange(16)[:, None], -1)
+    return scores.T * (chosen - jnp.log(jnp.exp(shifted).sum(-1, keepdims=True)))
+
+
+def late(scores):
+    """Divided after the product, whose result has its axes in another order."""
+    heads = scores.reshape(16, 4, 4).swapaxes(0, 1)
+    exponentials = jnp.exp(heads - heads.max(-1, keepdims=True))
+    product = jnp.einsum("hqk,khd->qhd", exponentials, jnp.ones((4, 4, 4)))
+    return (product / exponentials.sum(-1).T[..., None]).reshape(16, 16)
+
+
 SOFTMAXES = [jax.nn.softmax, by_hand, logarithm, with_a_sink, at_a_temperature]
-SOFTMAXES += [with_guards]
+SOFTMAXES += [with_guards, over_all, label, late]
 
 
 @pytest.mark.parametrize("softmax", SOFTMAXES)
@@ -67,10 +87,14 @@ def over_one_more(x, w):
     return exponentials / (1 + exponentials.sum(-1, keepdims=True)) * x
 
 
-def by_columns(x, w):
-    """Rows have different maxima, which the sum of a column weighs."""
-    exponentials = jnp.exp(x @ w / 8 - (x @ w / 8).max(-1, keepdims=True))
-    return exponentials / exponentials.sum(0, keepdims=True) * x
+def with_sums(combine):
+    """Exponentials and their sums in rows, which have different maxima."""
+
+    def f(x, w):
+        exponentials = jnp.exp(x @ w / 8 - (x @ w / 8).max(-1, keepdims=True))
+        return combine(exponentials, exponentials.sum(-1, keepdims=True)) * x
+
+    return f
 
 
 def filled(x, w):
@@ -90,7 +114,15 @@ ORDERED = {
         x @ w / 8 - (x @ w / 8).max(-1)[:, None]
     ),
     "over one more": over_one_more,
-    "by columns": by_columns,
+    "by columns": with_sums(lambda e, total: e / e.sum(0, keepdims=True)),
+    "transposed": with_sums(lambda e, total: e / total.T),
+    "a product": with_sums(lambda e, total: e @ e.T / total**2),
+    "rolled": with_sums(lambda e, total: e / jnp.roll(total, 1, 0)),
+    "reversed": with_sums(lambda e, total: e / total[::-1]),
+    "chosen": with_sums(lambda e, total: e / total[NODES]),
+    "segments": with_sums(
+        lambda e, total: e / jax.ops.segment_sum(e, NODES, 16)[NODES]
+    ),
     "filled": filled,
     "gathered": lambda x, w: jax.ops.segment_max(x @ w, NODES, 16)[NODES] * x,
 }
