@@ -28,7 +28,7 @@ _MOST_BYTES = 2**18  # to write and read one again takes less than a launch
 )
 @dataclasses.dataclass(frozen=True)
 class Together:
-    """Residuals' stored forms.
+    """Residuals' stored forms in a loop's step.
 
     Attributes:
       arrays: each a leaf, or several on a new axis in front.
