@@ -267,10 +267,9 @@ def _decoded_again(
     for step in plan.replay:
         v = step.eqn.invars[0] if step.eqn.primitive is decoded_again_p else None
         if v in packed and v not in plan.normalized and v not in plan.apart:
-            # Each after the one before: XLA would make equal barriers one.
             arrays = barrier(packed[v].arrays)
-            packed[v] = dataclasses.replace(packed[v], arrays=arrays)
-            decoded = _decoded(storage, packed[v])
+            residual = dataclasses.replace(packed[v], arrays=arrays)
+            decoded = _decoded(storage, residual)
             found[step.eqn.outvars[0]] = _residuals(v, decoded, plan, {})[v]
     return found
 

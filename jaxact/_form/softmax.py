@@ -162,9 +162,9 @@ def with_softmaxes(program: Program, links: Links) -> Jaxpr:
     """A program with one equation for every softmax that is differentiated.
 
     Its derivative takes the cotangent's mean off, but for two kinds. Attention, whose
-    output a product contracts with, has offsets at most and would pay for the sum
-    (ViT-B at 4 bits on an H100: predicted 27.9 instead of 27.3 ms, 1277 instead of 1247
-    MiB). And where a function with a pole reads it, as in
+    output a product contracts with, has no cotangents that are alike and would pay for
+    the sums (ViT-B at 4 bits on an H100: predicted 27.9 instead of 27.3 ms, 1277
+    instead of 1247 MiB). And where a function with a pole reads it, as in
     log(softmax(x)), the cotangents' mean may be so large that it magnifies the last bit
     in a row's sum.
 
@@ -225,8 +225,8 @@ def _differentiate(
     narrow: Dtype | None,
 ) -> tuple[list[Any], list[Tangent]]:
     """`is_plain`: the cotangent keeps its mean; `narrow`: if only copies with this
-    dtype are read, and each sum over a row another decoded copy than the values that
-    it scales, see `decoded_again.py`.
+    dtype are read, and a sum over a row another decoded copy than the values that it
+    scales, see `decoded_again.py`.
     """
     env: Env = {softmax.scores: primals[0]}
     for eqn in softmax.eqns:
@@ -238,10 +238,8 @@ def _differentiate(
     with traced_at(softmax.eqns[-1]):
         for eqn in softmax.moves:
             (t,) = bind(eqn, [t])
-        copies = (y, y)
-        if narrow is not None:
-            copies = decoded_again(y, narrow), decoded_again(y, narrow, number=1)
-        slope = slope_p.bind(y, *copies, t, axes=softmax.axes, is_plain=is_plain)
+        summed = y if narrow is None else decoded_again(y, narrow)
+        slope = slope_p.bind(y, summed, t, axes=softmax.axes, is_plain=is_plain)
         return [y], [slope]
 
 
@@ -255,7 +253,6 @@ slope_p = jex.Primitive("jaxact_softmax_slope")
 def _slope(
     y: jax.Array,
     summed: jax.Array,
-    added: jax.Array,
     t: jax.Array,
     *,
     axes: tuple[int, ...],
@@ -268,33 +265,27 @@ def _transpose(
     ct: Tangent,
     y: jax.Array,
     summed: jax.Array,
-    added: jax.Array,
     t: Tangent,
     *,
     axes: tuple[int, ...],
     is_plain: bool,
-) -> tuple[None, None, None, Tangent]:
-    """y (ct - sum(y ct) / sum(y)), whose sum is zero: keys and values may have an
-    offset, as keys with a bias or tokens that are pooled. Rounded y sums to 1 not
-    quite, and without the divisor offsets multiplied that: at 8 bits the gradients of
-    pooling's weights erred by 0.45 where tokens had a mean of 5 deviations.
-
-    The divisor's inverse is 2 - sum(y) to first order, a product like all others. Where
-    cotangents are alike, as those of probabilities near each other, they lose their
-    mean before: with it sum(sin(softmax(x))) erred by 2 gradients at 8 bits.
+) -> tuple[None, None, Tangent]:
+    """y (ct - sum(y ct)) of the cotangent less its mean, which changes nothing if y
+    sums to 1. Rounded it does not quite, and where cotangents are alike, as those of
+    probabilities near each other, the mean's part is all the noise: with it
+    sum(sin(softmax(x))) erred by 2 gradients at 8 bits.
     """
     if isinstance(ct, ad.Zero):
-        return None, None, None, ad.Zero(t.aval)
+        return None, None, ad.Zero(t.aval)
+    if is_plain:
+        return None, None, _slope(y, summed, ct, axes=axes, is_plain=True)
     wide = np.promote_types(y.dtype, np.float32)
     total = functools.partial(jnp.sum, axis=axes, keepdims=True, dtype=wide)
-    whole = total(added)
-    center = total(summed * ct)
-    if is_plain:
-        center *= 2 - whole
-    else:  # in a form whose three sums need one pass over y and ct
-        mean = total(ct) * (whole.size / y.size)
-        center = mean + (center - mean * whole) * (2 - whole)
-    return None, None, None, y * (ct - center.astype(ct.dtype))
+    missing = 1 - total(summed)
+    mean = total(ct) * (missing.size / y.size)
+    # In a form whose three sums need one pass over y and ct.
+    sums = total(summed * ct) + mean * missing
+    return None, None, y * (ct - sums.astype(ct.dtype))
 
 
 def _batch(
@@ -305,7 +296,7 @@ def _batch(
 
 
 slope_p.def_impl(_slope)
-slope_p.def_abstract_eval(lambda *args, **_params: args[-1])
+slope_p.def_abstract_eval(lambda y, summed, t, **_params: t)
 ad.primitive_transposes[slope_p] = _transpose
 batching.primitive_batchers[slope_p] = _batch
 mlir.register_lowering(slope_p, mlir.lower_fun(_slope, multiple_results=False))

@@ -20,14 +20,13 @@ from jaxact._jaxpr.types import Dtype
 decoded_again_p = jex.Primitive("jaxact_decoded_again")
 
 
-def decoded_again(x: jax.Array, narrow: Dtype, number: int = 0) -> jax.Array:
+def decoded_again(x: jax.Array, narrow: Dtype) -> jax.Array:
     """`x`; another variable, with the same elements.
 
     Args:
       narrow: the dtype that the copies have which are read, and are in memory.
-      number: tells several apart, for equal equations are evaluated once.
     """
-    return decoded_again_p.bind(x, narrow=narrow, number=number)
+    return decoded_again_p.bind(x, narrow=narrow)
 
 
 decoded_again_p.def_impl(lambda x, **_: x)
