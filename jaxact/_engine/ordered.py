@@ -33,6 +33,7 @@ from jaxact._engine.places import (
     between_blocks,
     between_layers,
     joins,
+    joins_among,
 )
 from jaxact._engine.shared import TABLE, with_shared_operand
 from jaxact._jaxpr.compat import barrier
@@ -59,7 +60,7 @@ def block_by_block(order: Order, env: Env, packed: Sequence[PyTree]) -> list[jax
 
 def layer_by_layer(order: Order, env: Env, packed: Sequence[PyTree]) -> list[jax.Array]:
     """The results, a chain's layers one after another."""
-    wait = barrier if _has_blocks(order) else lone_barrier
+    wait = barrier if _is_network(between_blocks(order)) else lone_barrier
     return _evaluated(order, env, packed, between_layers, wait)
 
 
@@ -73,14 +74,15 @@ def ordered_evaluator(backward: Jaxpr, num_cotangents: int) -> Evaluator | None:
     order = Order.of(backward, len(backward.invars) - num_cotangents)
     if between_layers(order):
         return layer_by_layer
-    if _has_blocks(order):
+    places = between_blocks(order)
+    if _is_network(places):
         return block_by_block
-    return join_by_join if joins(order) else None
+    return join_by_join if joins_among(places, order) else None
 
 
-def _has_blocks(order: Order) -> bool:
+def _is_network(places: Sequence[int]) -> bool:
     """A residual block alone may have a place in its middle, and one at its start."""
-    return len(between_blocks(order)) > 2
+    return len(places) > 2
 
 
 def _evaluated(

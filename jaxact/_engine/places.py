@@ -63,12 +63,16 @@ def between_blocks(order: Order) -> list[int]:
 
 
 def joins(order: Order) -> list[int]:
-    """The places in a block where as much is live as where its cotangents come.
+    """The residual joins in a block, as indices of equations."""
+    return joins_among(between_blocks(order), order)
+
+
+def joins_among(places: Sequence[int], order: Order) -> list[int]:
+    """Those places where as much is live as where the call's cotangents come.
 
     Between a transformer's attention and its MLP that is the cotangent of their sum. In
     a ResNet's bottleneck it is a narrow one, with the shortcut's or without.
     """
-    places = between_blocks(order)
     if not places:
         return []
     eqns = [order.jaxpr.eqns[i] for i in order.dependent]
