@@ -1,7 +1,8 @@
 """Memory against time and noise: plans, predictions, and the usual ways beside them."""
 
 import dataclasses
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 
 import jax
 
@@ -49,6 +50,11 @@ class FrontierPoint(Saved):
     is_compiled: bool
     name: str = ""
 
+    @property
+    def cost(self) -> float:
+        """Added time plus noise, of which a plan takes the least."""
+        return self.time + self.noise
+
 
 @dataclasses.dataclass(frozen=True)
 class Frontier(Tabular):
@@ -80,6 +86,22 @@ class Frontier(Tabular):
 
     def _table(self) -> tuple[list[Column[FrontierPoint]], list[FrontierPoint]]:
         return _COLUMNS, sorted(self.points, key=lambda point: -point.bytes)
+
+
+def cheapest(points: Iterable[FrontierPoint]) -> tuple[FrontierPoint, ...]:
+    """The points without predictions that another one makes useless.
+
+    It takes no more bytes at no more cost. There are such: a prediction adds to live
+    bytes those that the compiled step most alike takes above its own, and where these
+    steps differ, the order by live bytes is not that by predicted ones.
+    """
+    kept = []
+    least = math.inf
+    for point in sorted(points, key=lambda p: (p.bytes, not p.is_compiled, p.cost)):
+        if point.is_compiled or point.cost < least:
+            kept.append(point)
+        least = min(least, point.cost)
+    return tuple(kept)
 
 
 _COLUMNS: list[Column[FrontierPoint]] = [

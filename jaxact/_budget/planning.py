@@ -18,6 +18,7 @@ from jaxact._budget.frontier import (
     USUAL,
     Frontier,
     FrontierPoint,
+    cheapest,
 )
 from jaxact._budget.infeasible import message
 from jaxact._budget.plan import Plan, Trial, budgeted
@@ -169,11 +170,11 @@ def _plan_of(
         rows=best.rows,
         trail=tuple(dict.fromkeys((*search.known, *search.trials))),
         argument_bytes=search.problem.argument_bytes,
-        frontier=Frontier((*_frontier(search), *usual), search.of),
+        frontier=Frontier((*frontier_of(search), *usual), search.of),
     )
 
 
-def _frontier(search: Search) -> tuple[FrontierPoint, ...]:
+def frontier_of(search: Search) -> tuple[FrontierPoint, ...]:
     """Compiled steps, and solutions for sizes between the least and all."""
     points = [
         FrontierPoint(
@@ -189,13 +190,13 @@ def _frontier(search: Search) -> tuple[FrontierPoint, ...]:
     least = solve(device, math.inf, is_smallest=True)
     free = solve(search.problem, math.inf)
     if least is None or free is None or not 0 < least.live_bytes < free.live_bytes:
-        return tuple(points)
+        return cheapest(points)
     for room in np.geomspace(1.02 * least.live_bytes, free.live_bytes, _POINTS):
         found = solve(search.problem, float(room), gap=COARSE)
         if found is not None:
             size = round(found.live_bytes + search.rest(found.live_bytes))
             points.append(FrontierPoint(size, found.time, found.noise, False))
-    return tuple(points)
+    return cheapest(points)
 
 
 def _usual(search: Search, read: Step, *, has_host: bool) -> list[FrontierPoint]:

@@ -3,8 +3,10 @@
 import math
 
 from jaxact import Exact, Policy, Quantize
+from jaxact._budget.planning import frontier_of
 from jaxact._budget.problem import Call, Option, Problem, Row, Variant
 from jaxact._budget.search import MOST_COMPILES, Search
+from jaxact._budget.solve import solve
 from jaxact._memory import Memory
 from jaxact._using import current_override
 
@@ -91,3 +93,17 @@ def test_a_full_step_with_a_much_cheaper_one_near():
     assert search.best(limit).cost == fewest
     # The first: 5 % of the budget for gaps that are not there.
     assert fewest < search.trials[1].cost - 0.05
+
+
+def test_no_prediction_of_a_frontier_takes_more_at_a_higher_cost_than_another():
+    """Packing takes workspace, which the step with all packed predicts for others."""
+    problem = problem_of(48, [*packed(1, 2, 4, 8), EXACT])
+    high = lambda packed, exact: packed + exact * SIZE + (0 if exact > 24 else 9 * SIZE)
+    search, _ = searched(problem, 0.8, 48 * SIZE, high)
+    search.attempt(solve(problem, math.inf, is_smallest=True))
+    points = frontier_of(search)
+    predicted = [point for point in points if not point.is_compiled]
+    assert len(predicted) > 3
+    for point in predicted:
+        smaller = [p for p in points if p.bytes <= point.bytes and p is not point]
+        assert all(p.time + p.noise > point.time + point.noise for p in smaller)
