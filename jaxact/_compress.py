@@ -110,8 +110,8 @@ def compress(
 
     Raises:
       TypeError: an argument has the wrong type; `target` is a generator or
-        coroutine function, or when called has an output that is no pytree of arrays and
-        constants.
+        coroutine function, or when called makes a module, or has an output that is no
+        pytree of arrays and constants.
       ValueError: `target` has a parameter `rounding_key` of its own; when called, if
         `activations` or `static_argnums` name no argument.
 
@@ -201,15 +201,19 @@ class _Options:
                 method = adapter.compress_method(
                     f, self.policy, static, self.activations
                 )
-                return method(*args, rounding_key=rounding_key, **kwargs)
+                made = method(*args, rounding_key=rounding_key, **kwargs)
+                _refuse_made(f, made, (*args, *kwargs.values()))
+                return made
             describe = arguments(f, args, kwargs, self.activations, static)
             seed = seed_from(rounding_key)
             name = _class_name(f, args)
             scope = jax.named_scope(scope_in_trace(name)) if name else nullcontext()
             with scope, find.modules_untouched(), _noting_options(f, args, kwargs):
-                return call_compressed(
+                made = call_compressed(
                     f, args, kwargs, describe, self.policy, seed, cache=cache
                 )
+            _refuse_made(f, made, ())
+            return made
 
         remember(compressed, f, self.activations, self.static_argnums)
         return compressed
@@ -291,4 +295,27 @@ def _refuse_maker(target: object) -> None:
         f"compress({given}): it makes modules of the class {name}; its calls are "
         f"not theirs. Compress the class, and use it in its place: compress({name}), "
         f"or functools.partial(compress({name}), ...)."
+    )
+
+
+def _refuse_made(
+    f: Callable[..., Any], made: object, arguments: Sequence[object]
+) -> None:
+    """Refuse a module that a call has made: it is one as without `compress`.
+
+    A module that the call was given may have been changed, and returned.
+
+    Raises:
+      TypeError: it is a module, and no argument is one.
+    """
+    if not find.for_target(made):
+        return
+    given = jax.tree.leaves(arguments, is_leaf=lambda x: bool(find.for_target(x)))
+    if any(map(find.for_target, given)):
+        return
+    maker, name = getattr(f, "__name__", type(f).__name__), type(made).__name__
+    raise TypeError(
+        f"compress({maker}): its call makes a module of the class {name}, whose own "
+        f"calls are not compressed so. Compress the class, compress({name}), and make "
+        "the module with that."
     )

@@ -244,3 +244,28 @@ def test_makers_of_modules_are_refused(maker):
     """The modules that they made were not compressed, and nothing said so."""
     with pytest.raises(TypeError, match="it makes modules of the class"):
         jaxact.compress(maker)
+
+
+class Maker(nnx.Module):
+    @classmethod
+    def made(cls):
+        return Inner()
+
+    def __call__(self, x):
+        return x
+
+
+@pytest.mark.parametrize(
+    ("maker", "args"),
+    [(Maker.made, ()), (lambda rngs: Inner(), (nnx.Rngs(0),)), (lambda: Inner(), ())],
+    ids=["classmethod", "with_rngs", "lambda"],
+)
+def test_calls_that_make_modules_are_refused(maker, args):
+    """Their modules were not compressed, and nothing said so."""
+    with pytest.raises(TypeError, match=r"Compress the class, compress\(Inner\)"):
+        jaxact.compress(maker)(*args)
+
+
+def test_a_call_may_return_a_module_that_it_was_given():
+    returned = jaxact.compress(lambda modules: modules["a"])({"a": Inner()})
+    assert isinstance(returned, Inner)
