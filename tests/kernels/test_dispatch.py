@@ -10,6 +10,7 @@ import pytest
 from jaxact_kernels import affine, index, mask, rotated
 from jaxact_kernels.device import Device, lowering_for
 from support.subjects import Affine, sample
+from support.variants import thorough
 
 SHAPE = (8, 1024)
 X = jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16)
@@ -128,6 +129,7 @@ def test_vmapped_rows_are_short_for_a_kernel_as_they_are_without_vmap():
     assert lowered(jax.vmap(encode), mapped, platforms=("cuda",)).count(TRITON) == 0
 
 
+@thorough
 def test_it_runs_without_jit():
     x = sample(Affine(2), (4, 64))
     wanted = affine.encode(x, np.uint32(3), bits=2)

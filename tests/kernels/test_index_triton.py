@@ -38,7 +38,7 @@ ONE_EACH = [
 
 @pytest.mark.parametrize(
     ("bits", "shape"),
-    [some([bits, shape], bits in (3, 8)) for bits, shape in ONE_EACH]
+    [some([bits, shape], bits == 3) for bits, shape in ONE_EACH]
     + [slow(3, shape) for shape in SHAPES if shape != ONE]
     + [slow(bits, ONE) for bits in range(1, 9) if bits != 3],
     ids=str,

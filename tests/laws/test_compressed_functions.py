@@ -18,6 +18,7 @@ from support.programs import (
     same_bits,
     scalar,
 )
+from support.variants import thorough
 
 POLICIES = {
     "8 bits": Policy(bits=8),
@@ -192,6 +193,7 @@ def test_residuals_shrink(program):
         assert table.ratio > 3
 
 
+@thorough
 @pytest.mark.unoptimized
 def test_rules_reach_every_program():
     for_all = Rule(Exact(), where=lambda residual: True)
