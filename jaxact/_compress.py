@@ -195,24 +195,23 @@ class _Options:
         def compressed(
             *args: object, rounding_key: jax.Array | None = None, **kwargs: object
         ) -> Any:
-            static = self.static_argnums
-            adapter = find.for_arguments((*args, *kwargs.values()))
+            static, given = self.static_argnums, (*args, *kwargs.values())
+            adapter = find.for_arguments(given)
             if adapter is not None:
                 method = adapter.compress_method(
                     f, self.policy, static, self.activations
                 )
                 made = method(*args, rounding_key=rounding_key, **kwargs)
-                _refuse_made(f, made, (*args, *kwargs.values()))
-                return made
-            describe = arguments(f, args, kwargs, self.activations, static)
-            seed = seed_from(rounding_key)
-            name = _class_name(f, args)
-            scope = jax.named_scope(scope_in_trace(name)) if name else nullcontext()
-            with scope, find.modules_untouched(), _noting_options(f, args, kwargs):
-                made = call_compressed(
-                    f, args, kwargs, describe, self.policy, seed, cache=cache
-                )
-            _refuse_made(f, made, ())
+            else:
+                describe = arguments(f, args, kwargs, self.activations, static)
+                seed = seed_from(rounding_key)
+                name = _class_name(f, args)
+                scope = jax.named_scope(scope_in_trace(name)) if name else nullcontext()
+                with scope, find.modules_untouched(), _noting_options(f, args, kwargs):
+                    made = call_compressed(
+                        f, args, kwargs, describe, self.policy, seed, cache=cache
+                    )
+            _refuse_made(f, made, given)
             return made
 
         remember(compressed, f, self.activations, self.static_argnums)
@@ -298,20 +297,18 @@ def _refuse_maker(target: object) -> None:
     )
 
 
-def _refuse_made(
-    f: Callable[..., Any], made: object, arguments: Sequence[object]
-) -> None:
+def _refuse_made(f: Callable[..., Any], made: object, given: Sequence[object]) -> None:
     """Refuse a module that a call has made: it is one as without `compress`.
 
     A module that the call was given may have been changed, and returned.
 
     Raises:
-      TypeError: it is a module, and no argument is one.
+      TypeError: it is a module, and none was given, also inside of a pytree.
     """
     if not find.for_target(made):
         return
-    given = jax.tree.leaves(arguments, is_leaf=lambda x: bool(find.for_target(x)))
-    if any(map(find.for_target, given)):
+    leaves = jax.tree.leaves(given, is_leaf=lambda x: bool(find.for_target(x)))
+    if any(map(find.for_target, leaves)):
         return
     maker, name = getattr(f, "__name__", type(f).__name__), type(made).__name__
     raise TypeError(

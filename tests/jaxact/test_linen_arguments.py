@@ -303,3 +303,11 @@ def test_a_layer_around_a_given_one_has_its_own_path(call, shared):
     for name in ("l0", "l1"):
         assert f"Net/{name}/x" in keys
     assert all(k.startswith(("Net/l0", "Net/l1")) for k in keys)
+
+
+@pytest.mark.parametrize("wrap", [lambda m: m, lambda m: {"a": m}])
+def test_a_call_may_return_a_module_without_variables_that_it_was_given(wrap):
+    """It is a plain value there, but no less given than one with variables."""
+    module = nn.Dense(3)
+    take = lambda held: held["a"] if isinstance(held, dict) else held
+    assert jaxact.compress(take)(wrap(module)) == module
