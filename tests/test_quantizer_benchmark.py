@@ -10,6 +10,8 @@ import pytest
 
 import jaxact
 
+pytestmark = pytest.mark.unoptimized
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 

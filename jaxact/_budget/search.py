@@ -188,7 +188,7 @@ class Search:
             # Between a step that computes calls again and one that stores all, A is
             # no line; so no more than with the A of the larger one, at first.
             if not _is_far(above):
-                yield min(between, above[0] + wanted - above[1])
+                yield min(between, above[0] + step * (wanted - above[1]))
             yield between
         elif above and _is_far(above):
             yield above[0] * wanted / above[1]

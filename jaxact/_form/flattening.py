@@ -3,6 +3,7 @@
 import dataclasses
 
 from jaxact._form.cells import cell_body
+from jaxact._form.centered import mix_body
 from jaxact._form.largest import with_largest_apart
 from jaxact._form.masked import with_masked
 from jaxact._form.pooling import pool_body
@@ -31,4 +32,5 @@ def _without_forms(_: Eqn, inside: Jaxpr) -> Jaxpr:
 
 
 def _own_body(eqn: Eqn) -> Body | None:
-    return cell_body(eqn) or pool_body(eqn) or softmax_body(eqn)
+    forms = cell_body, pool_body, softmax_body, mix_body
+    return next(filter(None, (body(eqn) for body in forms)), None)

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 from jaxact._flat import Flat, Kind
 from jaxact._form.cells import changed_in, with_cells
+from jaxact._form.centered import with_mixes
 from jaxact._form.chooser import Chooser
 from jaxact._form.classify import classify
 from jaxact._form.pooling import with_pools
@@ -70,7 +71,8 @@ def _with_forms(
     kept = sources_of_scaled_poles(chooser, changed_in(jaxpr, active))
     classes = classify(program, small, inputs, kept) if kept else chooser.classes
     pooled = Program(with_pools(jaxpr, depends), facts)
-    jaxpr = with_cells(with_softmaxes(pooled, links), classes, depends, active)
+    mixed = with_mixes(with_softmaxes(pooled, links), depends)
+    jaxpr = with_cells(mixed, classes, depends, active)
 
     def change(eqn: Eqn, inside: Jaxpr) -> Jaxpr:
         if not is_of_platforms(eqn):  # a call of its own

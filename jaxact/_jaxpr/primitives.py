@@ -36,7 +36,7 @@ SELECTIONS = frozenset("slice dynamic_slice gather split unstack".split())
 VIEWS = MOVES | SELECTIONS - {"gather"}
 JOINS = frozenset("concatenate pad stack".split())
 # Affine in all floating operands together.
-SUMS = frozenset("add sub add_any neg select_n".split()) | JOINS | MOVES
+SUMS = frozenset("add sub add_any neg select_n jaxact_centered".split()) | JOINS | MOVES
 
 EXPONENTIALS = frozenset(["exp", "exp2"])
 COMPARISONS = frozenset("gt lt ge le eq ne".split())

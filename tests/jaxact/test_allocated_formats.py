@@ -22,6 +22,8 @@ from jaxact import (
     sensitivity,
 )
 
+pytestmark = pytest.mark.unoptimized
+
 
 @pytest.mark.parametrize(
     "action, allocated",

@@ -11,6 +11,8 @@ from jax.ad_checkpoint import checkpoint_name
 import jaxact
 from jaxact import Policy, Quantize, Rule
 
+pytestmark = pytest.mark.unoptimized
+
 T, D = 96, 64  # rows, their length
 X = jax.random.normal(jax.random.key(0), (T, D))
 W = jax.random.normal(jax.random.key(1), (D, 12 * D)) / 8

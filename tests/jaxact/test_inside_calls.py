@@ -13,7 +13,10 @@ import jaxact
 from jaxact import Exact, Policy, Rule
 from support.programs import gradient_error as eager_gradient_error
 
-pytestmark = pytest.mark.filterwarnings("ignore::jaxact.CompressionWarning")
+pytestmark = [
+    pytest.mark.unoptimized,
+    pytest.mark.filterwarnings("ignore::jaxact.CompressionWarning"),
+]
 
 gradient_error = functools.partial(eager_gradient_error, jit=True)
 

@@ -14,6 +14,8 @@ from flax.errors import TraceContextError
 import jaxact
 from support.wrapping import WIDTH, data
 
+pytestmark = pytest.mark.unoptimized
+
 
 class Net(nnx.Module):
     def __init__(self):

@@ -16,6 +16,8 @@ from flax import nnx
 import jaxact
 from support.wrapping import WIDTH, data, exact
 
+pytestmark = pytest.mark.unoptimized
+
 
 class Layers(nnx.Module):
     def __init__(self):

@@ -20,6 +20,8 @@ from support.nnx_modules import Block, same
 from support.variants import mostly_thorough, thorough
 from support.wrapping import WIDTH, data
 
+pytestmark = pytest.mark.unoptimized
+
 EXACT = Policy(default=Exact())
 PACKED = Policy(default=Quantize(bits=2))
 

@@ -9,6 +9,8 @@ import pytest
 
 import jaxact
 
+pytestmark = pytest.mark.unoptimized
+
 BATCHES = jax.random.normal(jax.random.key(1), (16, 32, 64))
 
 

@@ -13,6 +13,8 @@ from jaxact._jaxpr.opaque import opaque
 from jaxact._jaxpr.read import call_body
 from support.programs import assert_same_bits
 
+pytestmark = pytest.mark.unoptimized
+
 X = jnp.linspace(-2.0, 2.0, 48).reshape(3, 16)
 WIDTH, BATCH, DEPTH = 32, 64, 3
 

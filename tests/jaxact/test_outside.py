@@ -11,6 +11,8 @@ from jax import lax
 import jaxact
 from jaxact import Exact, Quantize
 
+pytestmark = pytest.mark.unoptimized
+
 P = {"up": jnp.ones((64, 256)), "down": jnp.ones((256, 64))}
 X = jnp.ones((32, 64))
 

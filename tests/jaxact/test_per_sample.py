@@ -15,6 +15,8 @@ from support.eight_devices import collectives, run_on_eight_devices
 from support.oracle import rounding_variance
 from support.subjects import jit_interpreted
 
+pytestmark = pytest.mark.unoptimized
+
 FAILURE = 1e-9
 DRAWS = 256
 BATCH, WIDTH, OUT = 32, 512, 16

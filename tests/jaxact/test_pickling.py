@@ -13,6 +13,8 @@ from flax import nnx
 import jaxact
 from jaxact import Policy
 
+pytestmark = pytest.mark.unoptimized
+
 X = jax.random.normal(jax.random.key(1), (64, 64))
 
 

@@ -16,6 +16,8 @@ import pytest
 import jaxact
 from jaxact import Cast, Exact, Offload, Policy, Quantize, Rule, _saved, policies
 
+pytestmark = pytest.mark.unoptimized
+
 
 def through_json(value):
     text = json.dumps(value.to_dict(), allow_nan=False)

@@ -8,6 +8,8 @@ from jax import lax
 from jaxact import Policy
 from support.programs import gradient_error
 
+pytestmark = pytest.mark.unoptimized
+
 X = jax.random.normal(jax.random.key(0), (64, 64))
 
 

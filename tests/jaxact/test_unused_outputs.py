@@ -15,6 +15,8 @@ from support.gpu_target import needs_target
 from support.programs import assert_same_bits
 from support.variants import thorough
 
+pytestmark = pytest.mark.unoptimized
+
 LAYERS, WIDTH, ROWS = 4, 64, 128
 
 

@@ -11,6 +11,8 @@ import jaxact
 from jaxact import Exact, Policy, Quantize, Rule, using
 from support.variants import thorough
 
+pytestmark = pytest.mark.unoptimized
+
 W = jnp.ones((64, 64)) * 0.1
 X = jnp.linspace(-1.0, 1.0, 64 * 64).reshape(64, 64)
 TWO, EXACT = Policy(bits=2), Policy(default=Exact())

@@ -15,6 +15,8 @@ import jaxact
 from support.linen_modules import same
 from support.wrapping import WIDTH, data
 
+pytestmark = pytest.mark.unoptimized
+
 
 def product(scale, *xs):
     return (jnp.matmul(xs[0], xs[1].T) * scale).sum()

@@ -19,6 +19,8 @@ from support.subjects import (
 )
 from support.variants import thorough
 
+pytestmark = pytest.mark.unoptimized
+
 SHAPE = (3, 300)
 ADAPTIVE = Rotated(3, group_size=64, is_adaptive=True)
 

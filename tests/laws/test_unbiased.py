@@ -18,6 +18,8 @@ from scipy import stats
 from jaxact_kernels.affine import reference
 from support.subjects import Affine, Planes, jitted
 
+pytestmark = pytest.mark.unoptimized
+
 FAILURE = 1e-9
 DRAWS = 512
 SHAPE = (4, 256)
