@@ -75,6 +75,7 @@ def parameters(network):
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
 
 
+@pytest.mark.thorough
 def test_sizes_grow_what_they_name(load):
     networks, sizes = load("step_networks").NETWORKS, load("sizes")
     deep, wide, large = (

@@ -62,6 +62,7 @@ def test_smaller_images_are_means_of_four_pixels(drawn):
     np.testing.assert_allclose(found[:, ::2, 1::2], blocks, rtol=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name", ["Segmentation", "Detection", "SuperResolution", "rnn"]
 )

@@ -178,6 +178,7 @@ def test_models_have_their_published_sizes(load):
         assert count(found["params"]) == size, type(net)
 
 
+@thorough
 @pytest.mark.unoptimized
 def test_a_head_computes_its_gradient_in_the_dtype_of_its_input():
     from examples.models.gpt import logits
@@ -228,6 +229,7 @@ def dense_graph(rng, nodes=7):
     return senders.astype(np.int32), receivers.astype(np.int32), adjacency
 
 
+@thorough
 @pytest.mark.unoptimized
 def test_graph_layers_are_those_of_their_papers():
     """Against dense adjacency in float64; 2e-5 is 100 times float32's rounding."""

@@ -24,6 +24,7 @@ def quantizers(monkeypatch):
     return importlib.import_module("quantizers")
 
 
+@pytest.mark.thorough
 def test_it_records_the_residuals_that_are_rounded(quantizers):
     w = jax.random.normal(jax.random.key(0), (256, 64))
     x = jax.random.normal(jax.random.key(1), (300, 256))

@@ -52,6 +52,7 @@ def test_a_scanned_resnet(load):
     jax.tree.map(close, norms["batch_stats"], wanted_norms)
 
 
+@thorough
 def test_a_scanned_text_encoder(load):
     vit = load("models.vit")
     net = functools.partial(

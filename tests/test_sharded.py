@@ -29,6 +29,7 @@ def eight_gpus():
     return topology.devices
 
 
+@pytest.mark.unoptimized
 @pytest.mark.parametrize(
     "kind, name",
     [

@@ -69,6 +69,7 @@ BOXES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("box", BOXES.values(), ids=BOXES)
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 def test_a_loss_of_boxes_has_its_gradient(loss, box):

@@ -128,6 +128,7 @@ DIVIDED = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", DIVIDED.values(), ids=DIVIDED)
 def test_states_that_are_divided_by_products_with_themselves(case):
     """Rounded, they gave errors of 3 to 4 gradients; exact, 0.014 is the largest."""

@@ -177,17 +177,28 @@ def test_a_batch_and_the_transpose(axes):
     assert jnp.allclose(tangent, centered(y[0]), atol=1e-6)
 
 
+def explicit(make, count):
+    return make((count,), ("rows",), axis_types=(jax.sharding.AxisType.Explicit,))
+
+
 def test_rows_over_devices():
     """A stride through rows that are cut does not divide, which JAX refuses."""
-    mesh = jax.sharding.AbstractMesh(
-        (4,), ("rows",), axis_types=(jax.sharding.AxisType.Explicit,)
-    )
+    mesh = explicit(jax.sharding.AbstractMesh, 4)
     centered = jax.jit(functools.partial(centered_p.bind, axes=(1,)))
     with jax.sharding.use_abstract_mesh(mesh):
         sharding = jax.NamedSharding(mesh, jax.P(None, "rows", None))
         x = jax.ShapeDtypeStruct((2, 132, 8), jnp.float32, sharding=sharding)
         centered.trace(x).lower(lowering_platforms=("cuda",))
         assert jax.eval_shape(centered, x).sharding == sharding
+
+
+def test_the_mean_is_that_of_the_same_rows():
+    centered = jax.jit(functools.partial(centered_p.bind, axes=(1,)))
+    x = normal(2, 132, 8)
+    with jax.set_mesh(mesh := explicit(jax.make_mesh, 1)):
+        cut = jax.device_put(x, jax.NamedSharding(mesh, jax.P(None, "rows", None)))
+        got = np.asarray(centered(cut))
+    assert np.allclose(got, centered(x), atol=1e-6)  # means of 27 near 1
 
 
 def test_telemetry_measures_the_values():

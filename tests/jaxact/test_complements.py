@@ -43,6 +43,7 @@ def by_product(u, v):
     return jnp.log(1 - 2 * squares) * (u * v).sum(-1)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("f", [distance, clipped])
 def test_distances_in_a_ball(f):
     """Before, one draw erred by 0.8 and 0.2; at 4 bits by 13 and 3."""

@@ -58,6 +58,7 @@ def test_a_label_far_above_all_others(loss, classes):
     assert gradient_error(f, h, w, policy=Policy(bits=8), argnums=(0, 1)) < 0.03
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("classes", [16, 256])
 def test_a_label_far_above_all_others_that_a_mask_keeps(classes):
     """Errors were 18 and 22 gradients; short rows are stored over their sums, too."""
@@ -92,6 +93,7 @@ def contrasted(a, b):
     )
 
 
+@pytest.mark.thorough
 def test_pairs_that_are_told_apart():
     """The error was 6e3 gradients."""
     a, noise = (jax.random.normal(key, (ROWS, WIDTH)) for key in SEEDS[:2])

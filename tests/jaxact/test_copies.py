@@ -172,6 +172,7 @@ def attention(weights, values, w):
     return found.transpose(0, 3, 1, 2).reshape(2, -1, 256) @ w
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("tokens", [197, 256])
 def test_rows_that_waste_are_packed_as_the_next_product_reads_them(tokens):
     shapes = [(2, 8, tokens, tokens), (2, tokens, 8, 32), (256, 16)]

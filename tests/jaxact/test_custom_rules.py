@@ -124,6 +124,7 @@ def test_outputs_and_gradients_may_be_python_numbers():
     assert gradient == 2 and total == 7
 
 
+@pytest.mark.thorough
 def test_a_rule_that_raises_is_asked_for_where_it_is_differentiated_alone():
     """As in JAX: the Gumbel density computes xlogy(-1, scale), which has no rule."""
 

@@ -14,6 +14,8 @@ from jaxact._memory.compiling import compile_step
 from support.gpu_target import needs_target
 from support.programs import relative_error
 
+pytestmark = pytest.mark.unoptimized
+
 BATCH = jax.ShapeDtypeStruct((64, 28, 28, 512), jnp.bfloat16)
 
 

@@ -252,6 +252,7 @@ steps = st.tuples(
 )
 
 
+@pytest.mark.thorough
 @given(
     st.lists(steps, min_size=1, max_size=5),
     st.sets(st.integers(0, 4), min_size=1),

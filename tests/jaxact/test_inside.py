@@ -170,6 +170,7 @@ def test_operands_of_short_norms_inside_stay_exact(f):
     assert not [row for row in rows if row.key == "sin" and row.action.bits]
 
 
+@thorough
 def test_bodies_in_orbit():
     """Distances within a scan: at 4 bits one draw's gradient erred by 1e3."""
 

@@ -231,6 +231,7 @@ def test_residuals_of_a_scan_inside_are_stacked_packed():
     assert all(s.size <= 3 * 2 * WIDTH for s in statistics)
 
 
+@thorough
 def test_half_precision_casts_of_parameters_are_not_stored():
     net = packed(Block)(dtype=jnp.bfloat16)
     x = data().astype(jnp.bfloat16)
@@ -362,6 +363,7 @@ def test_a_module_without_variables_is_a_plain_argument():
     assert same(small(net, params, data()), loss(net, params, data()))
 
 
+@thorough
 def test_a_compressed_cell_in_a_scan_that_shares_its_parameters():
     """`nn.RNN` makes them in its scan, where they may not depend on the sequence."""
     x = jax.random.normal(jax.random.key(0), (2, 5, 8))

@@ -37,6 +37,7 @@ DECAYED = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("names", ["q k v gates", "q k v", "gates"])
 @pytest.mark.parametrize("decayed", DECAYED.values(), ids=DECAYED)
 def test_a_masked_exponential(decayed, names):

@@ -175,6 +175,7 @@ def test_mistakes(changes, error, text):
         jaxact.max_batch(**options)
 
 
+@thorough
 def test_numbers_of_numpy():
     budget, multiple = np.int64(1 << 22), np.int32(512)
     found = jaxact.max_batch(step_of_batch, budget=budget, multiple_of=multiple)

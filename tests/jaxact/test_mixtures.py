@@ -44,6 +44,7 @@ def by_exponentials(h, density):
     return jax.nn.logsumexp(terms, -1)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("deviation", DEVIATIONS.values(), ids=DEVIATIONS)
 def test_a_mixture_by_any_deviation(deviation):
     """Errors were up to 2e3 gradients."""

@@ -16,8 +16,6 @@ from jaxact import Exact, Policy
 from support.nnx_modules import MODES
 from support.wrapping import WIDTH, data
 
-pytestmark = pytest.mark.unoptimized
-
 EXACT = Policy(default=Exact())
 
 

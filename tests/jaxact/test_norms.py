@@ -120,6 +120,7 @@ def test_channels_of_any_scale_share_a_group(norm):
     assert draw_error(f, x) < 8 / 255 / 2
 
 
+@pytest.mark.thorough
 def test_a_quotient_by_a_statistic_before_a_norm():
     """The stored quotient has rows of scales that its numerator has not."""
 
@@ -242,6 +243,7 @@ def test_rows_of_zeros_have_finite_gradients(f):
     assert draw_error(f, WITH_ZEROS) < 8 / 255 / 2
 
 
+@pytest.mark.thorough
 def test_a_gain_that_is_stored_is_not_normalized():
     """It was, as if it had the rows of the array that it scales: a TypeError."""
 
@@ -289,6 +291,7 @@ def test_divisors_that_tell_nothing_about_the_array(name):
     assert gradient_error(f, x, logs, policy=jaxact.Policy(8), seed=2) < 8 / 255
 
 
+@pytest.mark.thorough
 def test_sums_that_a_bound_takes_the_place_of():
     """An mLSTM's: rows over sums near 0 were stored in a group with the others."""
     q, k, v = jax.random.normal(jax.random.key(8), (3, 4, 48, 16))

@@ -228,6 +228,7 @@ def test_rules_of_the_policy_stand_before_the_plan():
     assert "x" in [row.key for row in planned_rows(found)]
 
 
+@thorough
 def test_a_plan_for_another_step(plans):
     """It says nothing about this one; saved and read again, too."""
     options = {"actions": WIDTHS, "budget": plans[0.6].budget}

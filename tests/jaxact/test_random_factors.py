@@ -57,6 +57,7 @@ def test_a_pole_in_a_gamma_sample(f):
     assert gradient_error(f, SCORES / 4, policy=Policy(bits=8)) < 0.02
 
 
+@pytest.mark.thorough
 def test_the_slopes_of_small_gamma_samples():
     """Shares of a Dirichlet, from shapes near 0: rounded slopes made 7 gradients."""
 

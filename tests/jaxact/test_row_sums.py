@@ -223,6 +223,7 @@ WRAPPED = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("f, x", WRAPPED, ids=["exp", "size", "cosine", "sinkhorn"])
 def test_rows_under_vmap_and_in_a_scan(f, x):
     both = jnp.stack([x, x / 2])
@@ -340,6 +341,7 @@ def without_running_maximum(state, scores, values):
     return m, size + p.sum(-1), out + p @ values
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("update", [with_running_maximum, without_running_maximum])
 @pytest.mark.parametrize(
     "finish",

@@ -114,6 +114,7 @@ def test_masks_take_one_bit_under_a_rule_for_floats(action, stored):
     assert mask.action == stored
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("norm", "action"),
     [

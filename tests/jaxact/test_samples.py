@@ -53,6 +53,7 @@ def test_a_sample_times_its_deviation_is_one_derivative(f, is_data):
     assert table.stored_bytes < 1.1 * (X.size + 2 * X.size // 2)
 
 
+@pytest.mark.thorough
 def test_a_factor_from_exact_values_is_rounded_in_its_product():
     """h stays exact for a pole only if the backward pass reads it: 290 kB, now 28."""
 
@@ -116,6 +117,7 @@ def test_a_soft_actor_critics_loss(key):
     assert error < 4 / 255
 
 
+@pytest.mark.thorough
 def test_a_sample_from_parts_of_a_larger_output():
     """The parts are exact, where all of the output would be more than twice as large.
 

@@ -80,6 +80,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("layer, ratio", LAYERS.values(), ids=LAYERS)
 def test_only_the_product_before_a_pole_stays_exact(layer, ratio):
     """Errors in the rates' gradient were 0.1 to 0.3, or all products were exact."""

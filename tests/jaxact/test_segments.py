@@ -100,6 +100,7 @@ def test_segments_of_any_size_share_a_group(f, nodes):
     assert draw_error(with_segments(f, nodes), FEATURES) < 0.032
 
 
+@thorough
 @pytest.mark.parametrize("nodes, most", [(32, 0.032), (700, 0.4)])
 @pytest.mark.parametrize("f", NORMS.values(), ids=NORMS)
 def test_norms_by_segment(f, nodes, most):
@@ -125,6 +126,7 @@ def test_sums_alone_are_kept():
     assert [row.shape for row in exact] == [(32,)]
 
 
+@thorough
 @pytest.mark.parametrize("is_joined", [False, True])
 def test_a_mean_that_a_product_contracts_with_is_a_feature(is_joined):
     """Neighbours' means, also beside each node's own features (GraphSAGE)."""
@@ -160,6 +162,7 @@ def by_neighbours(x, nodes):
     return sums(x, NEIGHBOURS, nodes) / jnp.maximum(count, 1)
 
 
+@thorough
 @pytest.mark.parametrize("variance", [deviation_by_squares, deviation_by_differences])
 def test_deviations_over_few_neighbours(variance):
     """Some nodes have one, whose deviation is zero: 0.2 and 0.03 gradients."""

@@ -70,6 +70,7 @@ def test_a_probability_of_any_size_has_its_gradient(loss):
     assert error < 0.05
 
 
+@thorough
 @pytest.mark.parametrize("positive", POSITIVE.values(), ids=POSITIVE)
 @pytest.mark.parametrize("body", PARTS.values(), ids=PARTS)
 def test_a_pole_near_a_part_of_an_array(body, positive):
@@ -219,6 +220,7 @@ def splatted(w, x):
     return jnp.exp(-power / 2).sum(-1)
 
 
+@thorough
 def test_a_determinant_of_exponentials():
     """Slopes over its square erred by 0.83 gradients; 0.006 is left."""
     w = jax.random.normal(jax.random.key(6), (64, 3)) / 8

@@ -41,6 +41,7 @@ def test_a_special_function_of_any_argument_has_its_gradient(f):
     assert error < 0.05
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "cosine",
     [lambda a, b: (a * b).sum(-1), lambda a, b: jnp.einsum("bi,bi->b", a, b)],
@@ -63,6 +64,7 @@ def test_angles_of_rotations(cosine):
     assert gradient_error(f, w, x, policy=Policy(bits=8)) < 0.02
 
 
+@pytest.mark.thorough
 def test_angles_between_vectors_that_hardly_differ():
     """The slope of arccos has a pole there, and normalizing takes it away again."""
     unit = lambda v: v / jnp.linalg.norm(v, axis=-1, keepdims=True)

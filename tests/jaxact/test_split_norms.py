@@ -55,6 +55,7 @@ def over_devices(f, ws, x):
     return (run(ws, x.reshape(-1, 64)) ** 2).mean()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("over", [over_vmap, over_devices])
 @pytest.mark.parametrize("moments", [sent_together, sent_as_a_pair, in_two_steps])
 def test_statistics_over_an_axis_are_exact(moments, over):

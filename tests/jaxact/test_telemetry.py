@@ -260,6 +260,7 @@ def test_following_a_measurement():
         np.testing.assert_allclose(now.variance, 3 * before.variance, rtol=1e-6)
 
 
+@thorough
 def test_measuring_adds_few_operations():
     """Squares and sums of what is there anyway, no second matmul."""
     x = jax.random.normal(KEYS[6], (256, 256))
@@ -298,6 +299,7 @@ def test_a_gradient_taken_in_a_shard_map(f):
         np.testing.assert_allclose(noise.values[key], pair, rtol=1e-4)
 
 
+@thorough
 def test_a_shard_map_in_the_loss():
     """It was not entered: telemetry measured nothing in it, sensitivity zeros."""
     total = lambda ws, x: lax.psum(packed_once(ws, x), "data")

@@ -104,6 +104,7 @@ def test_a_recurrent_network_on_a_gpu(f, weights, most):
     assert packed < most * plain
 
 
+@pytest.mark.thorough
 def test_gradients_that_are_pieces_of_unlike_widths():
     wide = jnp.concatenate([W, -W], axis=1)
     weights = [jnp.concatenate([w, w]) for w in jnp.split(wide, [3, 20, 36], axis=1)]

@@ -168,6 +168,7 @@ def test_parts_wait_on_one_device_alone(devices):
     assert lowered.count(BARRIER) == (devices == 1)
 
 
+@pytest.mark.thorough
 def test_a_gradients_norm_by_the_weight_of_its_loss():
     """As in GradNorm. It is of first order in the call, and failed on JAX 0.10."""
     w = jax.random.normal(jax.random.key(0), (64, 64)) / 8

@@ -83,6 +83,7 @@ def test_the_divergence_of_two_distributions(of):
     assert gradient_error(f, W, OTHERS, X, policy=Policy(8), argnums=(0, 1)) < 0.016
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:jaxact")
 def test_costs_weighted_by_a_plan_of_transport():
     """Rounded, costs and plan had noise of 0.2 gradients."""
