@@ -36,6 +36,7 @@ from jaxact._jaxpr.types import Axes, Eqn, Jaxpr, Predicate, Tangent, Var
 _ROWS = 32
 # Of an axis in a softmax's output, if its elements along that sum to 1.
 _ROW = 1
+_MOVES = MOVES - {"stop_gradient"}
 
 mix_p = jex.Primitive("jaxact_mix")
 mix_p.multiple_results = True
@@ -61,7 +62,7 @@ def with_mixes(jaxpr: Jaxpr, depends: Predicate) -> Jaxpr:
     labels: dict[Var, Labels] = {}
     eqns = []
     for eqn in jaxpr.eqns:
-        moves = eqn.primitive.name in MOVES - {"stop_gradient"}
+        moves = eqn.primitive.name in _MOVES
         if eqn.primitive is softmax_p:
             (output,) = eqn.outvars
             axes = eqn.params["softmax"].axes
@@ -113,8 +114,8 @@ def _differentiate(
         if isinstance(t, ad.Zero):
             continue
         other = primals[1 - side]
-        with traced_at(mix.eqn):
-            if side != mix.side:
+        if side != mix.side:
+            with traced_at(mix.eqn):
                 other = centered_p.bind(other, axes=mix.axes)
         pair = (t, other) if side == 0 else (other, t)
         terms += bind(mix.eqn, pair)
@@ -133,7 +134,7 @@ centered_p = jex.Primitive("jaxact_centered")
 
 def _centered(x: jax.Array, *, axes: Sequence[int]) -> jax.Array:
     """`x` less the mean of at most `_ROWS` rows, evenly spaced along the axes."""
-    most = max(1, int(_ROWS ** (1 / len(axes))))
+    most = int(_ROWS ** (1 / len(axes)))
     strides = [-(-n // most) if i in axes else 1 for i, n in enumerate(x.shape)]
     count = math.prod(-(-x.shape[i] // strides[i]) for i in axes)
     aval = jax.typeof(x)

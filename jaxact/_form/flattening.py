@@ -32,5 +32,4 @@ def _without_forms(_: Eqn, inside: Jaxpr) -> Jaxpr:
 
 
 def _own_body(eqn: Eqn) -> Body | None:
-    forms = cell_body, pool_body, softmax_body, mix_body
-    return next(filter(None, (body(eqn) for body in forms)), None)
+    return cell_body(eqn) or pool_body(eqn) or softmax_body(eqn) or mix_body(eqn)

@@ -47,5 +47,6 @@ opaque_p.def_impl(_evaluate)
 opaque_p.def_abstract_eval(lambda *_, jaxpr: [v.aval for v in jaxpr.outvars])
 mlir.register_lowering(opaque_p, mlir.lower_fun(_evaluate, multiple_results=True))
 batching.primitive_batchers[opaque_p] = _batch
-# After differentiation: `jnp.searchsorted` in a user's codec, as JAX 0.12 has it.
+# JAX 0.12 lowers some functions late, such as `jnp.searchsorted` in a user's codec. By
+# then scans are differentiated, and nothing is moved out any more.
 opaque_p.to_lojax = _evaluate

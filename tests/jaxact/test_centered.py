@@ -100,7 +100,9 @@ OTHERS = {
     "no softmax": lambda p, x: attention(p, x, jnp.exp),
     "summed over queries": lambda p, x: attention(p, x, mix="bhkq,bkhd->bqhd"),
     "with parameters": lambda p, x: jax.nn.softmax(x) @ p["v"],
-    "no derivative": lambda p, x: attention(p, x, lambda s: jax.lax.stop_gradient(s)),
+    "no derivative": lambda p, x: attention(
+        p, x, lambda s: jax.lax.stop_gradient(rows(s))
+    ),
 }
 
 

@@ -78,8 +78,8 @@ BUDGETS = {
     "vit-b": ("247MiB",),
     "resnet50": ("385MiB",),
 }
-# Fewer layers where they are unrolled: a step compiles in a third of the time. The
-# ResNet's first stage decides.
+# Fewer layers where they are unrolled: a step compiles in at most a third of the time.
+# The ResNet's first stage decides.
 SIZES = {
     "vit-b": {"layers": 2},
     "resnet50": {"blocks_per_stage": 1, "channels": (64, 128)},
