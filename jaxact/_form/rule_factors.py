@@ -23,8 +23,8 @@ from jaxact._flat import Flat
 from jaxact._form.derivative import DERIVATIVE_OF
 from jaxact._form.scalings import Scaling, scalings
 from jaxact._jaxpr.compat import custom_vjp_body, with_constants
-from jaxact._jaxpr.flow import fact_of, flow, union
-from jaxact._jaxpr.primitives import BARRIERS, CHECKPOINTS
+from jaxact._jaxpr.flow import fact_of, flow, repeated, union
+from jaxact._jaxpr.primitives import BARRIERS, BILINEAR, CHECKPOINTS, LINEAR_IN_ALL
 from jaxact._jaxpr.read import (
     is_cheap,
     is_float,
@@ -48,7 +48,6 @@ from jaxact._jaxpr.types import Array, Eqn, Jaxpr, Renaming, Var
 from jaxact._plan.facts import ACTIVATION, STORED, input_facts, learn
 from jaxact._plan.forward import Backward, Forward
 from jaxact._plan.storage import StoragePlan
-from jaxact._plan.uses import BILINEAR, LINEAR_IN_ALL
 from jaxact._policy import RECOMPUTED_FROM_BITS, Policy
 
 # Stored in place of so many bits; a mask beside a slope, both from one value of 8 bits
@@ -250,7 +249,7 @@ def _facts(
         if name in LINEAR_IN_ALL and not loses_precision(eqn):
             return out
         is_product = name in BILINEAR
-        bent = facts[0] & facts[-1] if is_product else out
+        bent = repeated(facts) if is_product else out
         return out | (bent & every) << count
 
     bits = {v: 1 << i for i, v in enumerate(rounded)}

@@ -5,7 +5,7 @@ questions: which arguments does a value depend on, is it an activation or made f
 parameters alone, which marked residual is it made from, is it a custom rule's own.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
 from jaxact._jaxpr.compat import open_jaxpr, scan_counts
@@ -25,6 +25,14 @@ def union(eqn: Eqn, facts: Sequence[int], around: tuple[Eqn, ...]) -> int:
     for bits in facts:
         out |= bits
     return out
+
+
+def repeated(facts: Iterable[int]) -> int:
+    """The facts that more than one of several values have."""
+    once = more = 0
+    for bits in facts:
+        once, more = once | bits, more | (once & bits)
+    return more
 
 
 def flow(

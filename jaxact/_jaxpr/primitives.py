@@ -94,6 +94,15 @@ COLLECTIVES = frozenset("psum psum2 psum_invariant pmax pmin".split())
 MATMULS = frozenset(["dot_general", "conv_general_dilated"])
 # Those of groups of rows, as experts have, too.
 PRODUCTS = MATMULS | {"ragged_dot_general"}
+# Of `jax.experimental.sparse`; indices are operands too. Graph networks have them.
+SPARSE_PRODUCTS = frozenset(
+    "bcoo_dot_general bcoo_dot_general_sampled bcoo_spdot_general bcsr_dot_general "
+    "coo_matmat coo_matvec csr_matmat csr_matvec".split()
+)
+SPARSE_MOVES = frozenset(
+    "bcoo_extract bcoo_sort_indices bcoo_sum_duplicates bcoo_todense bcoo_transpose "
+    "bcsr_extract bcsr_todense coo_todense csr_todense".split()
+)
 
 # The backward pass solves with a solver's operands, and divides by differences between
 # a factorization's results: that is no product, and with a rounded matrix it can be
@@ -119,3 +128,20 @@ CALL_BODIES = {
 # The parameter with the programs that JAX differentiates as they are: what they keep
 # becomes outputs of the equation. (Scans are differentiated with compressed bodies.)
 HELD_PROGRAMS = {"cond": "branches", **dict.fromkeys(["shard_map", *JITS], "jaxpr")}
+
+# Linear in all floating operands together.
+LINEAR_IN_ALL = (
+    frozenset(
+        "add sub neg add_any select_n reduce_sum cumsum reduce_window_sum real imag "
+        "conj complex fft dynamic_update_slice scatter scatter-add scatter_add psum "
+        "psum_invariant all_gather all_to_all ppermute reduce_scatter pbroadcast tile "
+        "jaxact_pick jaxact_residual jaxact_rounded".split()
+    )
+    | MOVES
+    | PLACEMENTS
+    | JOINS
+    | SELECTIONS
+    | SPARSE_MOVES
+)
+# Linear in each of two floating operands; others are integers.
+BILINEAR = PRODUCTS | SPARSE_PRODUCTS | {"mul"}

@@ -15,22 +15,21 @@ from typing import NamedTuple
 
 from jaxact._decision import Reason
 from jaxact._jaxpr.compat import custom_vjp_body, open_jaxpr, scan_counts
+from jaxact._jaxpr.flow import repeated
 from jaxact._jaxpr.labels import LARGEST, labels_in, module_path
 from jaxact._jaxpr.primitives import (
     BARRIERS,
+    BILINEAR,
     ELEMENTWISE,
     EXTREMES,
     FACTORIZATIONS,
-    JOINS,
-    MOVES,
+    LINEAR_IN_ALL,
     PIECEWISE,
-    PLACEMENTS,
     POLES,
-    PRODUCTS,
     RUNNING_EXTREMES,
     SEGMENT_EXTREMES,
-    SELECTIONS,
     SOLVERS,
+    SPARSE_MOVES,
 )
 from jaxact._jaxpr.read import (
     call_body,
@@ -43,20 +42,6 @@ from jaxact._jaxpr.types import Atom, ClosedJaxpr, Eqn, Var
 from jaxact._plan.forward import Forward
 from jaxact._plan.shifts import shifts_in
 
-# Linear in all floating operands together.
-LINEAR_IN_ALL = (
-    frozenset(
-        "add sub neg add_any select_n reduce_sum cumsum reduce_window_sum real imag "
-        "conj complex fft dynamic_update_slice scatter scatter-add scatter_add psum "
-        "psum_invariant all_gather all_to_all ppermute reduce_scatter pbroadcast tile "
-        "jaxact_pick jaxact_residual jaxact_rounded".split()
-    )
-    | MOVES
-    | PLACEMENTS
-    | JOINS
-    | SELECTIONS
-)
-BILINEAR = PRODUCTS | {"mul"}
 # Some elements of the operand times updates. Where two updates may meet at an element
 # it is a product of more, which is not linear in the updates.
 _SCALED = frozenset(["scatter-mul", "scatter_mul"])
@@ -233,7 +218,8 @@ def _settled(v: Var, name: str, result: Value, uses: Uses) -> Value:
     """A result: an integer or a mask made from a rounded value carries none further."""
     if is_float(v):
         return result
-    if name not in _TESTS:
+    # The integers of a sparse matrix are places, which no rounding moves.
+    if name not in _TESTS and name not in SPARSE_MOVES:
         uses.nonlinear |= result.bits
     return _NONE
 
@@ -244,11 +230,10 @@ def _elementary(eqn: Eqn, operands: Sequence[Value], uses: Uses) -> Value:
     if (name in LINEAR_IN_ALL and not loses_precision(eqn)) or name in _TESTS:
         return result
     if name in BILINEAR or (name in _SCALED and eqn.params["unique_indices"]):
-        overlap = operands[0].bits & operands[-1].bits
+        overlap = repeated(operand.bits for operand in operands)
         uses.repeated |= overlap
         linear, kinked = result.linear & ~overlap, result.kinked & ~overlap
-        bent = result.bent | overlap
-        return Value(linear, bent, result.has_cotangent, kinked=kinked)
+        return Value(linear, result.bent | overlap, result.has_cotangent, kinked=kinked)
     if name == "div":
         uses.divided |= operands[1].linear
         uses.nonlinear |= operands[1].bits
@@ -264,8 +249,7 @@ def _elementary(eqn: Eqn, operands: Sequence[Value], uses: Uses) -> Value:
         uses.solved |= operands[0].bits
         uses.nonlinear |= operands[0].bits
         return operands[1] | operands[0].after_nonlinear()
-    # Not understood, such as a kernel: linear in cotangents by contract, and in nothing
-    # else.
+    # Not understood, such as a kernel: linear in cotangents alone, by contract.
     everything = name in _NONLINEAR_IN_ALL
     residuals = _union([o for o in operands if not o.has_cotangent])
     known = _union(operands) if everything else residuals

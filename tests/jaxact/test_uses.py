@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import sparse
 from jax.extend import core as jex
 
 from jaxact._jaxpr.compat import open_jaxpr
@@ -59,6 +60,26 @@ solved.defvjp(
 
 LINEAR = (False, False, False)
 ROWS = jnp.array([2, 0])
+EDGES = jnp.array([[0, 0], [1, 2], [2, 0], [2, 1]])
+SIZES = jnp.array([1, 2])  # of the groups in X
+
+
+def over_edges(weights, x):
+    """Features that a sparse matrix mixes."""
+    return sparse.BCOO((weights, EDGES), shape=(3, 3)) @ x
+
+
+def compressed_rows(weights, x):
+    ends = jnp.array([0, 1, 2, 4])
+    return sparse.CSR((weights, EDGES[:, 1], ends), shape=(3, 3)) @ x
+
+
+def from_edges(weights):
+    return sparse.BCOO((weights, EDGES), shape=(3, 3)).T.todense()
+
+
+def by_expert(x, w):
+    return lax.ragged_dot(x, w.reshape(2, 4, 2), SIZES)
 
 
 @pytest.mark.parametrize(
@@ -72,6 +93,12 @@ ROWS = jnp.array([2, 0])
         lambda x, w: jnp.sort(x, axis=0) * 2,
         lambda x, w: x.at[1:].multiply(jnp.sin(w)[:2]),
         lambda x, w: x.at[ROWS].multiply(jnp.sin(w)[:2], unique_indices=True),
+        lambda x, w: over_edges(w[0], jnp.sin(x)) @ w,
+        lambda x, w: over_edges(jnp.sin(x)[0], jnp.sin(x) @ w),
+        jax.checkpoint(lambda x, w: over_edges(jnp.ones(4), x) @ w),
+        jax.checkpoint(lambda x, w: compressed_rows(jnp.ones(4), x) * w[:3]),
+        jax.checkpoint(lambda x, w: from_edges(x[0]) @ w[:3]),
+        by_expert,
     ],
 )
 def test_products_with_a_cotangent_are_linear(f):
@@ -85,6 +112,20 @@ def test_factors_that_may_meet_at_an_element_are_not_linear():
         lambda x: (2 * x).at[ROWS].multiply(factors(x)[:2]), X
     )
     assert nonlinear and not divided
+
+
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda x: over_edges(x[0], x),
+        lambda x: by_expert(x, jnp.tile(x[:, :4], (2, 2))[:4, :4]),
+        lambda x: x @ x.T @ x,
+    ],
+    ids=["sparse", "ragged", "dense"],
+)
+def test_products_of_what_one_value_makes_use_it_twice(product):
+    used = uses(jax.checkpoint(lambda x, w: product(2 * x)[:, :1] * w[:3]), X, W)
+    assert used == (True, False, False)
 
 
 def test_a_norm_and_a_softmax_use_a_value_twice():
