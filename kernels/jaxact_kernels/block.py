@@ -1,7 +1,8 @@
 """How one program in a Triton kernel loads and stores its block of groups."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -15,6 +16,7 @@ from jaxact_kernels.tiles import Tiles, column_slot
 
 TileNumber = int | jax.Array  # which tile; may be traced
 Position = tuple[jax.Array, ...]  # one index for each axis of a reference
+State = TypeVar("State")
 
 
 def elements_shape(layout: Layout) -> tuple[int, int]:
@@ -163,6 +165,14 @@ class Block:
         if self._is_group is None:
             return None
         return lax.broadcast_in_dim(self._is_group, shape, (0,))
+
+
+def over_tiles(
+    count: int, body: Callable[[jax.Array, State], State], state: State
+) -> State:
+    """The state after a loop over numbers of tiles, `int32` also where JAX has x64."""
+    step = lambda k, state: body(lax.convert_element_type(k, np.int32), state)
+    return lax.fori_loop(0, count, step, state)
 
 
 def _load(

@@ -196,7 +196,7 @@ class Tiles:
         words = lax.shift_left(words, column_slot(words.shape, columns, width))
         shape = self.groups, self.padded_width // columns, columns
         parts = lax.bitcast_convert_type(lax.reshape(words, shape), np.int32)
-        return lax.bitcast_convert_type(jnp.sum(parts, axis=1), np.uint32)
+        return lax.bitcast_convert_type(jnp.sum(parts, 1, np.int32), np.uint32)
 
 
 def separate(bits: int) -> int:

@@ -233,7 +233,7 @@ def _content(xs: list[Tile]) -> jax.Array:
     """Each group's content."""
     patterns = [group.pattern(lax.convert_element_type(x, np.float32)) for x in xs]
     sums = lax.bitcast_convert_type(noise.content_of_tiles(patterns), np.int32)
-    total = jnp.sum(sums, axis=1)  # reductions add up signed integers
+    total = jnp.sum(sums, 1, np.int32)  # reductions add up signed integers
     return lax.bitcast_convert_type(total, np.uint32)
 
 

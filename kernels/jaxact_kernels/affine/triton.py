@@ -35,7 +35,7 @@ from jaxact_kernels.affine.triton_extremes import (
     finite_extremes,
     summarize,
 )
-from jaxact_kernels.block import Block
+from jaxact_kernels.block import Block, over_tiles
 from jaxact_kernels.config import Config, heuristic
 from jaxact_kernels.launch import launch_decode, launch_encode
 from jaxact_kernels.layout import Layout, layout_of
@@ -206,7 +206,7 @@ def _encode(
 
         zero = lax.full(block.shape, 0, np.uint32)
         zeros = tuple(zero for _ in tiles.first_words())
-        return metadata, tiles.join(lax.fori_loop(0, tiles.count, add, zeros))
+        return metadata, tiles.join(over_tiles(tiles.count, add, zeros))
 
     metadata, packed = lax.cond(is_ordinary, ordinary, special)
     block.store_words(words_ref, packed)

@@ -12,7 +12,7 @@ from jax.experimental.pallas import triton as plt
 from jaxact_kernels import noise
 from jaxact_kernels.affine import group
 from jaxact_kernels.affine.triton_codes import Tile, to_float32
-from jaxact_kernels.block import Block
+from jaxact_kernels.block import Block, over_tiles
 
 Ends = tuple[jax.Array, jax.Array]
 
@@ -107,7 +107,7 @@ def summarize(
     ends = (lax.full(block.shape, end, np.float32) for end in (np.inf, -np.inf))
     zeros = (lax.full(block.shape, 0, dtype) for dtype in (np.int32, np.uint32))
     start = (*ends, *zeros)
-    lo, hi, nan, content = lax.fori_loop(0, block.tiles.count, join, start)
+    lo, hi, nan, content = over_tiles(block.tiles.count, join, start)
     lo, hi = jnp.min(lo, axis=1), jnp.max(hi, axis=1)
     is_nan = lax.gt(jnp.max(nan, axis=1), np.int32(0))
     lo, hi = group.put(np.float32(np.nan), is_nan, lax.min(lo, hi)), lax.max(lo, hi)
@@ -116,7 +116,7 @@ def summarize(
 
 def _sum(x: jax.Array, axis: int) -> jax.Array:
     """Sums of `uint32`; Triton's reductions add up signed integers."""
-    total = jnp.sum(lax.bitcast_convert_type(x, np.int32), axis=axis)
+    total = jnp.sum(lax.bitcast_convert_type(x, np.int32), axis, np.int32)
     return lax.bitcast_convert_type(total, np.uint32)
 
 

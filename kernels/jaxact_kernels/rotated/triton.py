@@ -30,7 +30,7 @@ from jaxact_kernels.affine.triton_extremes import (
     finite_extremes,
     summarize,
 )
-from jaxact_kernels.block import Block
+from jaxact_kernels.block import Block, over_tiles
 from jaxact_kernels.config import Config
 from jaxact_kernels.launch import launch_decode, launch_encode
 from jaxact_kernels.layout import Layout, layout_of
@@ -212,7 +212,7 @@ def _encode(
             return coded.pack_one(i, code, parts)
 
         zeros = tuple(lax.full(block.shape, 0, np.uint32) for _ in packed)
-        parts = coded.join(lax.fori_loop(0, coded.count, add, zeros))
+        parts = coded.join(over_tiles(coded.count, add, zeros))
         pairs = zip(packed, parts, strict=True)
         return tuple(lax.select(_over(is_rotated, a), a, b) for a, b in pairs)
 
@@ -259,7 +259,7 @@ def _decode(
             x = affine_group.saturated(value(k, coded.unpack_one(i, packed)), dtype)
             block.store(out_ref, k, lax.convert_element_type(x, dtype), only=is_plain)
 
-        lax.fori_loop(0, tiles.count, store, None)
+        over_tiles(tiles.count, store, None)
 
     lax.cond(_all_hold(block, is_rotated), lambda: None, others)
 

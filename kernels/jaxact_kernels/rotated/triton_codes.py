@@ -175,7 +175,7 @@ def square(distance: Tile, dropped: int) -> Tile:
 def sum_over_group(tiles: Sequence[Tile]) -> jax.Array:
     """Sums over groups, `int32`."""
     total = functools.reduce(lax.add, tiles)
-    return jnp.sum(lax.bitcast_convert_type(total, np.int32), axis=1)
+    return jnp.sum(lax.bitcast_convert_type(total, np.int32), 1, np.int32)
 
 
 def unless_padding(block: Block, tiles: Sequence[Tile]) -> list[Tile]:
