@@ -12,8 +12,6 @@ import pytest
 
 import jaxact
 
-pytestmark = pytest.mark.unoptimized
-
 STEPS, BATCH, WIDTH = 32, 8, 64
 EXACT = jaxact.Policy(default=jaxact.Exact())
 BODIES = {

@@ -15,8 +15,6 @@ from jaxact._flat import Flat
 from jaxact._jaxpr.compat import HAS_GENERIC_BATCHING
 from support.programs import relative_error
 
-pytestmark = pytest.mark.unoptimized
-
 KEYS = jax.random.split(jax.random.key(0), 4)
 W = {
     "up": jax.random.normal(KEYS[0], (64, 128)) / 8,
