@@ -195,8 +195,16 @@ class Tiles:
             return words
         words = lax.shift_left(words, column_slot(words.shape, columns, width))
         shape = self.groups, self.padded_width // columns, columns
-        parts = lax.bitcast_convert_type(lax.reshape(words, shape), np.int32)
-        return lax.bitcast_convert_type(jnp.sum(parts, 1, np.int32), np.uint32)
+        total = integer_sum(lax.reshape(words, shape))
+        return lax.bitcast_convert_type(total, np.uint32)
+
+
+def integer_sum(x: jax.Array) -> jax.Array:
+    """Sums of 32-bit integers along axis 1, `int32` also where JAX has x64.
+
+    Kernels' reductions add up signed integers; the sums have the same bits.
+    """
+    return jnp.sum(lax.bitcast_convert_type(x, np.int32), 1, np.int32)
 
 
 def separate(bits: int) -> int:

@@ -30,7 +30,7 @@ from jaxact_kernels.config import Config, heuristic
 from jaxact_kernels.device import Device
 from jaxact_kernels.layout import Layout, layout_of
 from jaxact_kernels.numbering import Numbering
-from jaxact_kernels.tiles import Tiles, separate
+from jaxact_kernels.tiles import Tiles, integer_sum, separate
 
 MOST_PER_THREAD = 64  # elements that a thread can keep in registers
 
@@ -232,8 +232,7 @@ def _decode(
 def _content(xs: list[Tile]) -> jax.Array:
     """Each group's content."""
     patterns = [group.pattern(lax.convert_element_type(x, np.float32)) for x in xs]
-    sums = lax.bitcast_convert_type(noise.content_of_tiles(patterns), np.int32)
-    total = jnp.sum(sums, 1, np.int32)  # reductions add up signed integers
+    total = integer_sum(noise.content_of_tiles(patterns))
     return lax.bitcast_convert_type(total, np.uint32)
 
 

@@ -13,6 +13,7 @@ from jaxact_kernels import noise
 from jaxact_kernels.affine import group
 from jaxact_kernels.affine.triton_codes import Tile, to_float32
 from jaxact_kernels.block import Block, over_tiles
+from jaxact_kernels.tiles import integer_sum
 
 Ends = tuple[jax.Array, jax.Array]
 
@@ -78,7 +79,8 @@ def _paired(op: str, a: Tile, b: Tile) -> Tile:
 def content_of(xs: list[Tile]) -> jax.Array:
     """Each group's content; padding, which is 0, adds nothing."""
     patterns = [group.pattern(to_float32(x)) for x in xs]
-    return _sum(noise.content_of_tiles(patterns), axis=1)
+    total = integer_sum(noise.content_of_tiles(patterns))
+    return lax.bitcast_convert_type(total, np.uint32)
 
 
 def summarize(
@@ -111,13 +113,7 @@ def summarize(
     lo, hi = jnp.min(lo, axis=1), jnp.max(hi, axis=1)
     is_nan = lax.gt(jnp.max(nan, axis=1), np.int32(0))
     lo, hi = group.put(np.float32(np.nan), is_nan, lax.min(lo, hi)), lax.max(lo, hi)
-    return lo, hi, _sum(content, axis=1)
-
-
-def _sum(x: jax.Array, axis: int) -> jax.Array:
-    """Sums of `uint32`; Triton's reductions add up signed integers."""
-    total = jnp.sum(lax.bitcast_convert_type(x, np.int32), axis, np.int32)
-    return lax.bitcast_convert_type(total, np.uint32)
+    return lo, hi, lax.bitcast_convert_type(integer_sum(content), np.uint32)
 
 
 def _padded(

@@ -7,7 +7,6 @@ import functools
 from collections.abc import Callable, Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -26,6 +25,7 @@ from jaxact_kernels.rotated.centered import (
     power_of_two,
 )
 from jaxact_kernels.rotated.triton_tiles import flip, transform
+from jaxact_kernels.tiles import integer_sum
 
 Tile = jax.Array
 
@@ -174,8 +174,7 @@ def square(distance: Tile, dropped: int) -> Tile:
 
 def sum_over_group(tiles: Sequence[Tile]) -> jax.Array:
     """Sums over groups, `int32`."""
-    total = functools.reduce(lax.add, tiles)
-    return jnp.sum(lax.bitcast_convert_type(total, np.int32), 1, np.int32)
+    return integer_sum(functools.reduce(lax.add, tiles))
 
 
 def unless_padding(block: Block, tiles: Sequence[Tile]) -> list[Tile]:
