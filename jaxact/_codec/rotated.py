@@ -37,10 +37,10 @@ class Rotated(Codec[Stored | Wide[Stored]]):
     values are large. An element takes as many bits as with `Quantize`, and an array 4
     bytes more for the seed.
 
-    At half a bit every other 16 of the rotated elements keep their signs, and the rest
-    nothing; the squared error is 2.14 (pi - 1) of the squared distance. That is for
-    residuals to which the gradient is not sensitive: bits saved there lower others'
-    noise (`allocate`). A group of 32 has a bit an element even so.
+    At half a bit eight rotated elements have a code of four bits: which is largest, and
+    its sign. The squared error is 1.52 of the squared distance. That is for residuals
+    to which the gradient is not sensitive: bits saved there lower others' noise
+    (`allocate`). A group of 32 has a bit an element even so.
 
     It errs more than `Quantize` or `Dithered` on data with two values, on derivatives
     that lie between two bounds, and from 7 bits: `Adaptive` chooses for each group.

@@ -87,6 +87,15 @@ def unpack_slots(words: jax.Array, bits: int) -> jax.Array:
     return codes
 
 
+def unpack_few(words: jax.Array, bits: int) -> jax.Array:
+    """`unpack` for 1, 2, 4 or 8 bits and any whole number of words."""
+    *lead, size = words.shape
+    shape, axis = (*lead, WORD_BITS // bits, size), len(lead)
+    repeated = lax.broadcast_in_dim(words, shape, (*range(axis), axis + 1))
+    codes = _slot(repeated, bits, (axis,))
+    return lax.reshape(codes, (*lead, size * WORD_BITS // bits))
+
+
 def cut_planes(packed: jax.Array) -> list[jax.Array]:
     """Cut words with 8-bit codes into one word array for each bit, lowest first.
 

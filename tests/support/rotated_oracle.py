@@ -18,7 +18,8 @@ LEVELS = {
     4: [66, 199, 336, 482, 643, 828, 1059, 1399],
 }
 EVEN = oracle.BF16[len(oracle.BF16) // 2 % 2 :: 2]  # 0 and bfloat16 whose last bit is 0
-HALF = 0.5  # bits: codes of one bit for every other 16 elements
+HALF = 0.5  # bits: a code of four bits for eight elements
+ONE = 512  # the level of an eight's largest
 STEPS = {5: 771, 6: 426, 7: 233, 8: 126}
 ERROR = {1: 0.5708, 2: 0.1331, 3: 0.03578, 4: 0.009592}
 ERROR |= {5: 0.003507, 6: 0.001041, 7: 0.0003044, 8: 0.0000877}
@@ -148,23 +149,43 @@ def level(number, bits):
     return LEVELS[bits][number] if bits in LEVELS else 2 * number + 1
 
 
-def coded(group, bits):
-    """The rotated elements that have codes."""
-    every_other = bits == HALF and group > 32
-    return [e for e in range(group) if not every_other or e // 16 % 2 == 0]
+def has_eights(group, bits):
+    return bits == HALF and group > 32
 
 
-def pack(codes, bits):
-    """Of a group's elements those that have codes, in whole words."""
-    chosen = codes[coded(len(codes), bits)]
-    chosen = np.append(chosen, np.zeros(-len(chosen) % 32, np.uint32))
-    return oracle.pack(chosen, max(1, int(bits)))
+def largest_codes(y):
+    """The code of every eight, and the sum of their largest sizes."""
+    codes, total = [], 0
+    for b in range(len(y) // 8):
+        eight = [int(v) for v in y[b :: len(y) // 8]]
+        place = max(range(8), key=lambda p: (abs(eight[p]), p))
+        codes.append(2 * place + (eight[place] < 0))
+        total += abs(eight[place])
+    return np.array(codes, np.uint32), total
+
+
+def largest_levels(codes):
+    levels = np.zeros((8, len(codes)), np.int64)
+    for b, code in enumerate(codes):
+        levels[code // 2, b] = -ONE if code % 2 else ONE
+    return levels.ravel()
+
+
+def pack(codes, bits, group):
+    """Codes in planar words; those of eights have four bits."""
+    if not has_eights(group, bits):
+        return oracle.pack(codes, max(1, int(bits)))
+    words = np.zeros(-(-len(codes) // 8), np.uint32)
+    for c, code in enumerate(codes):
+        words[c % len(words)] |= np.uint32(code) << np.uint32(4 * (c // len(words)))
+    return words
 
 
 def unpack(words, bits, group):
-    places, codes = coded(group, bits), np.zeros(group, np.uint32)
-    codes[places] = oracle.unpack(words, max(1, int(bits)))[: len(places)]
-    return codes
+    if not has_eights(group, bits):
+        return oracle.unpack(words, max(1, int(bits)))
+    each = range(group // 8)
+    return [int(words[c % len(words)]) >> 4 * (c // len(words)) & 15 for c in each]
 
 
 def bits_of_size(group):
@@ -173,17 +194,22 @@ def bits_of_size(group):
 
 def encode_group(distances, mean, power, seed, index, bits, dropped):
     """Codes, and the scale's bits."""
-    group, places = len(distances), coded(len(distances), bits)
+    group, of_eights = len(distances), has_eights(len(distances), bits)
     bits = max(1, int(bits))
     key = key_of(seed, index, mean)
     squares, short = sum_of_squares(distances)
     length = max(exponent(np.float32(squares)), 0) if squares else 0
     unit = (13 if group <= 1024 else 12) - (length + 2) // 2 - short
     y = rotate(distances, key, unit)
-    deviation = math.isqrt(squares // group * 4**short)
-    numbers = [level_number(v, deviation, unit + 4, bits) for v in y]
-    products = sum(abs(int(y[e])) * level(numbers[e], bits) for e in places)
-    codes = np.array(numbers, np.uint32) | (y < 0).astype(np.uint32) << (bits - 1)
+    if of_eights:
+        codes, total = largest_codes(y)
+        products = ONE * total
+    else:
+        deviation = math.isqrt(squares // group * 4**short)
+        numbers = [level_number(v, deviation, unit + 4, bits) for v in y]
+        pairs = zip(y, numbers, strict=True)
+        products = sum(abs(int(v)) * level(number, bits) for v, number in pairs)
+        codes = np.array(numbers, np.uint32) | (y < 0).astype(np.uint32) << (bits - 1)
     if products == 0 or squares == 0:
         return codes, 0
     up, down = 32 - squares.bit_length(), 32 - products.bit_length()
@@ -242,6 +268,9 @@ def encode(x, seed, *, bits, group_size, is_adaptive):
             codes = np.zeros(group, np.uint32)
             plain = oracle.codes(values, zero, scale, 0x8000, width)
             codes[: len(values)] = plain
+            if has_eights(group, bits):  # whole words of one bit
+                codes = oracle.pack(codes[: -(-group // 64) * 32], 1)
+                codes = [int(w) >> 4 * k & 15 for k in range(8) for w in codes]
         else:
             distances, mean, power = center(values, group)
             is_rotated = True
@@ -261,16 +290,17 @@ def encode(x, seed, *, bits, group_size, is_adaptive):
                 finite = values[np.isfinite(values)]
                 values = np.clip(values, finite.min(), finite.max())
                 codes[: len(values)] = oracle.codes(values, clean, scale, noise, bits)
-        words.append(pack(codes, bits))
+        words.append(pack(codes, bits, group))
         metadata.append(zero << 16 | scale)
     shape = (*lead, num_groups)
     words = np.array(words, np.uint32).reshape(*shape, -1)
     return words, np.array(metadata, np.uint32).reshape(shape)
 
 
-def decode_group(code, zero, scale, seed, index, bits, is_adaptive):
+def decode_group(code, zero, scale, seed, index, bits, is_adaptive, group):
     if scale & 0x8000:  # a constant, whose codes are alike
-        return oracle.decode_group(np.full_like(code, code[0]), zero, scale)
+        first = int(code[0]) & 2 ** max(1, int(bits)) - 1
+        return oracle.decode_group(np.full(group, first, np.uint32), zero, scale)
     if is_adaptive and not scale & 1:
         clean = zero & ~1
         if not zero & 1:
@@ -281,13 +311,14 @@ def decode_group(code, zero, scale, seed, index, bits, is_adaptive):
         z, s = oracle._from_pattern(clean), oracle._from_pattern(scale)
         return (np.float64(z) + np.float64(s) * (code - draw + 0.5)).astype(np.float32)
     scale = scale & ~1 if is_adaptive else scale
-    places, bits = coded(len(code), bits), max(1, int(bits))
-    magnitude = np.zeros(len(code), np.int64)
-    for e in places:
-        magnitude[e] = level(int(code[e]) & 2 ** (bits - 1) - 1, bits)
-    q = np.where(code >> (bits - 1) & 1, -1, 1) * magnitude
-    most = LEVELS[bits][-1] if bits in LEVELS else 2**bits - 1
-    fraction = math.floor(15 - math.log2(most * math.sqrt(len(code))))
+    if has_eights(group, bits):
+        q, most = largest_levels(code), ONE / math.sqrt(8)
+    else:
+        bits = max(1, int(bits))
+        magnitude = [level(int(c) & 2 ** (bits - 1) - 1, bits) for c in code]
+        q = np.where(code >> (bits - 1) & 1, -1, 1) * np.array(magnitude)
+        most = LEVELS[bits][-1] if bits in LEVELS else 2**bits - 1
+    fraction = math.floor(15 - math.log2(most * math.sqrt(group)))
     half = np.float32(oracle._from_pattern(scale) / 2)
     z = rotate_back(q, key_of(seed, index, zero), half, fraction)
     return (np.float32(oracle._from_pattern(zero) / 2) + z) * np.float32(2)
@@ -301,7 +332,8 @@ def decode(words, metadata, seed, *, shape, dtype, bits, group_size, is_adaptive
     for index, (packed, pair) in enumerate(zip(each, metadata.flat, strict=True)):
         zero, scale = int(pair) >> 16, int(pair) & 0xFFFF
         code = unpack(packed, bits, group)
-        value = decode_group(code, zero, scale, seed, index, bits, is_adaptive)
+        options = seed, index, bits, is_adaptive, group
+        value = decode_group(code, zero, scale, *options)
         start = index % num_groups * group
         out[index // num_groups, start : start + group] = np.clip(value, -top, top)
     return out[:, :row].reshape(shape).astype(dtype)

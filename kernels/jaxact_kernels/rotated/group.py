@@ -15,8 +15,9 @@ from jax import lax
 
 from jaxact_kernels import checks
 from jaxact_kernels.affine.group import pattern
+from jaxact_kernels.rotated import largest
 from jaxact_kernels.rotated.centered import exponent_of, fixed_bits, power_of_two
-from jaxact_kernels.words import WORD_BITS, num_words as words_of, whole_words
+from jaxact_kernels.words import WORD_BITS
 
 # Positive levels with the least squared error for a standard normal (Lloyd 1982; Max
 # 1960, "Quantizing for minimum distortion"), in units of 1 / 512.
@@ -29,15 +30,10 @@ LEVELS = {
 # Above, levels lie half a step from zero and a step apart, in units of 1 / 4096; these
 # steps have the least squared error.
 STEPS = {5: 771, 6: 426, 7: 233, 8: 126}
-# Bits an element: codes of one bit for half of a group's rotated elements, over which
-# the rotation has spread all of them.
-HALF_BIT = 0.5
-EVERY_OTHER = 16  # elements that have codes or have none together
-# Expected squared error over squared values, with the unbiased scale. At half a bit it
-# is pi - 1: signs of a share k of the elements leave pi / 2 / k - 1.
+HALF_BIT = 0.5  # codes of four bits for eight elements, see `largest`
+# Expected squared error over squared values, with the unbiased scale.
 NORMAL_ERROR = {
-    HALF_BIT: 2.1416,
-    **{1: 0.5708, 2: 0.1331, 3: 0.03578, 4: 0.009592},
+    **{HALF_BIT: 1.517, 1: 0.5708, 2: 0.1331, 3: 0.03578, 4: 0.009592},
     **{5: 0.003507, 6: 0.001041, 7: 0.0003044, 8: 0.0000877},
 }
 MOST_PER_GROUP = 4096
@@ -50,24 +46,19 @@ def check_bits(bits: float) -> None:
         checks.check_bits(bits, f"an element has {HALF_BIT} bits, or it")
 
 
-def code_bits(bits: float) -> int:
-    """Bits in a code, where an element takes `bits` on average."""
-    return 1 if bits == HALF_BIT else int(bits)
+def group_bits(group: int, bits: float) -> float:
+    """Bits for each element; a group of 32, which takes a word at any, has one each."""
+    return 1 if bits == HALF_BIT and group == WORD_BITS else bits
 
 
-def num_coded(group: int, bits: float) -> int:
-    """How many of a group's rotated elements have codes: at half a bit every other 16.
-
-    So few at a time, that half of each window has codes (`rotation.windows`); with 32
-    at a time 2e-3 of the squared error was bias in groups of 224. A group of 32, whose
-    codes take a word in any case, has all.
-    """
-    return group // 2 if bits == HALF_BIT and group > WORD_BITS else group
+def affine_bits(bits: float) -> int:
+    """Bits in a code of a group that is not rotated, at half a bit of a constant."""
+    return max(1, int(bits))
 
 
 def num_words(group: int, bits: float) -> int:
     """Words that a group's codes take: whole ones."""
-    return words_of(whole_words(num_coded(group, bits)), code_bits(bits))
+    return math.ceil(group * group_bits(group, bits) / WORD_BITS)
 
 
 def size_bits(group: int) -> int:
@@ -153,9 +144,12 @@ def level_number(y: jax.Array, bounds: list[jax.Array], bits: int) -> jax.Array:
     return lax.min(number, np.uint32(2 ** (bits - 1) - 1))
 
 
-def fraction_bits(bits: int, group: int) -> int:
+def fraction_bits(bits: float, group: int) -> int:
     """Elements' fraction in a decoder's transforms, which keeps them below 2**15."""
-    most = LEVELS[bits][-1] if bits in LEVELS else 2**bits - 1
+    if bits == HALF_BIT:  # for each element, over the root of the sum of squares
+        most = largest.LEVEL / math.sqrt(largest.TOGETHER)
+    else:
+        most = LEVELS[int(bits)][-1] if bits in LEVELS else 2**bits - 1
     return math.floor(15 - math.log2(most * math.sqrt(group)))
 
 

@@ -10,8 +10,8 @@ arXiv:2108.08842):
     q    = the level nearest to y / deviation, with the sign of y
     x'   = m + s R^T q                        s = |y|^2 / <y, q>, a bfloat16
 
-A code has `bits` bits: the level's number below, the sign above. At half a bit every
-other 16 of a group's rotated elements have codes, of one bit, and q is 0 for the rest.
+A code has `bits` bits: the level's number below, the sign above. At half a bit eight
+elements have one code, for the largest; q is 0 for the others (see `largest`).
 The scale is the one with which x' has the mean x over rotations; it is rounded to
 bfloat16 at random. The mean is rounded freely: d is the difference to the rounded one.
 
@@ -36,7 +36,6 @@ Contracts:
     range: values beyond the dtype's largest number saturate.
 """
 
-import math
 from typing import NamedTuple
 
 import jax
@@ -49,7 +48,7 @@ from jaxact_kernels import noise, words
 from jaxact_kernels.affine import group as affine_group, reference as affine_reference
 from jaxact_kernels.affine.group import HALF, HIGH_HALF, float_of, pattern
 from jaxact_kernels.layout import Layout, layout_of
-from jaxact_kernels.rotated import adaptive, group, rotation
+from jaxact_kernels.rotated import adaptive, group, largest, rotation
 from jaxact_kernels.rotated.centered import (
     Frame,
     frame,
@@ -58,7 +57,7 @@ from jaxact_kernels.rotated.centered import (
     real_elements,
     total,
 )
-from jaxact_kernels.rotated.group import EVERY_OTHER
+from jaxact_kernels.rotated.group import HALF_BIT
 from jaxact_kernels.words import WORD_BITS
 
 
@@ -83,7 +82,8 @@ def encode(
 ) -> tuple[jax.Array, jax.Array]:
     """Words and metadata; see `jaxact_kernels.rotated.encode`."""
     layout = layout_of(x.shape, group_size)
-    num_coded, bits = group.num_coded(layout.group, bits), group.code_bits(bits)
+    bits = group.group_bits(layout.group, bits)
+    plain_bits = group.affine_bits(bits)
     groups = affine_reference.split(x, layout)
     ends = affine_reference.extremes(groups, x.dtype)
     grid = frame(ends, layout.group)
@@ -91,16 +91,16 @@ def encode(
     spare = adaptive.SPARE if is_adaptive else 0
     distances, mean = center(groups, grid, layout)
     squares = total(square(group.size(distances, layout.group)))
-    options = seed, bits, num_coded, spare
+    options = seed, bits, spare
     codes, metadata = rotated_codes(distances, squares, mean, grid, *options)
-    plain = affine_group.metadata(*ends, bits, x.dtype, spare)
+    plain = affine_group.metadata(*ends, plain_bits, x.dtype, spare)
     fixed = affine_reference.fixed_point(
-        groups, affine_group.encoding_line(ends[0], plain), bits
+        groups, affine_group.encoding_line(ends[0], plain), plain_bits
     )
     if is_adaptive:
         stochastic, count = total(adaptive.spread(fixed)), real_elements(layout)
         plain, is_rotated = adaptive.choose(
-            grid, squares, stochastic, count, plain, layout.group, bits
+            grid, squares, stochastic, count, plain, layout.group, plain_bits
         )
         metadata = metadata | adaptive.ROTATED
         draw = noise.sixteen_bits(noise.group_keys(seed, plain), layout.group)
@@ -110,12 +110,8 @@ def encode(
     plain_codes = affine_reference.round_fixed_point(fixed, draw)
     if layout.padding:  # is rotated like the rest; elsewhere its code is 0
         plain_codes = jnp.where(layout.is_real(), plain_codes, np.uint32(0))
-    plain_codes = with_codes(plain_codes, num_coded)
-    codes = jnp.where(is_rotated[..., None], codes, plain_codes)
-    if num_coded % WORD_BITS:  # half of an odd number of words
-        edges = [(0, 0, 0)] * is_rotated.ndim + [(0, EVERY_OTHER, 0)]
-        codes = lax.pad(codes, np.uint32(0), edges)
-    return words.pack(codes, bits), jnp.where(is_rotated, metadata, plain)
+    packed = pack(codes, plain_codes, is_rotated, bits)
+    return packed, jnp.where(is_rotated, metadata, plain)
 
 
 def decode(
@@ -130,25 +126,29 @@ def decode(
     """See `jaxact_kernels.rotated.decode`."""
     layout = layout_of(shape, group_size)
     metadata, seed = stored.metadata, stored.seed
-    num_coded, bits = group.num_coded(layout.group, bits), group.code_bits(bits)
-    sizes = bits, layout.group, num_coded
-    codes = words.unpack_slots(stored.words, bits)
+    bits = group.group_bits(layout.group, bits)
+    plain_bits = group.affine_bits(bits)
+    codes = words.unpack_slots(stored.words, plain_bits)
+    if bits == HALF_BIT:
+        levels = largest_levels(stored.words, layout.group)
+    else:
+        levels = signed_levels(codes, int(bits)).reshape(*metadata.shape, layout.group)
     is_constant = affine_group.is_constant(metadata)
     if is_adaptive:
         clean = metadata & ~adaptive.ROTATED
-        rotated = rotated_values(codes, clean, seed, *sizes)
+        rotated = rotated_values(levels, clean, seed, bits)
         clean = jnp.where(is_constant, metadata, adaptive.without_flags(metadata))
         keys = noise.group_keys(seed, metadata)
         draw = noise.slots_of_bits(keys, codes.shape[keys.ndim :])
         dithered = affine_reference.dequantize_dithered(
-            codes, clean, draw, np.float32, bits
+            codes, clean, draw, np.float32, plain_bits
         )
         plain = affine_reference.dequantize(codes, clean, np.float32)
         is_dithered = adaptive.is_dithered(metadata)
         plain = jnp.where(is_dithered[..., None], dithered, plain)
         is_plain = is_constant | ~adaptive.is_rotated(metadata)
     else:
-        rotated = rotated_values(codes, metadata, seed, *sizes)
+        rotated = rotated_values(levels, metadata, seed, bits)
         plain = affine_reference.dequantize(
             first_codes(codes, metadata), metadata, np.float32
         )
@@ -188,26 +188,54 @@ def rotated_codes(
     mean: jax.Array,
     grid: Frame,
     seed: jax.Array,
-    bits: int,
-    num_coded: int,
+    bits: float,
     spare: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Codes, `uint32[*lead, num_groups, num_coded]`, and metadata, if rotated."""
+    """Codes, `uint32[*lead, num_groups, codes]`, and metadata, if rotated."""
     size = distances.shape[-1]
     keys = noise.group_keys(seed, mean)
     power = group.norm_exponent(squares, size)
     y = rotation.rotate(distances, keys, power_of_two(power))
-    y = with_codes(y, num_coded)
     power = power + np.int32(rotation.FRACTION_BITS)
-    bounds = group.thresholds(group.deviation(squares, size), power, bits)
-    number = group.level_number(y, [bound[..., None] for bound in bounds], bits)
-    sizes = abs(y).astype(np.int32).astype(np.uint32)
-    products = total(sizes * group.level(number, bits))
+    if bits == HALF_BIT:
+        codes, products = largest.codes_and_products(largest.largest(y))
+    else:
+        deviation = group.deviation(squares, size)
+        codes, products = level_codes(y, deviation, power, int(bits))
+    products = total(products).astype(np.uint32)
     draw = rotation.spare_bits(keys, size)
     unit = power - grid.exponent + np.int32(2 * group.dropped_bits(size))
     scale = group.scale(squares.astype(np.uint32), products, unit, draw, spare)
+    return codes, mean | scale
+
+
+def level_codes(
+    y: jax.Array, deviation: jax.Array, power: jax.Array, bits: int
+) -> tuple[jax.Array, jax.Array]:
+    """Codes of the nearest levels, and these times the elements, `int32`."""
+    bounds = group.thresholds(deviation, power, bits)
+    number = group.level_number(y, [bound[..., None] for bound in bounds], bits)
+    products = abs(y).astype(np.int32) * group.level(number, bits).astype(np.int32)
     sign = (y < np.float32(0)).astype(np.uint32)  # zeros' signs differ with the order
-    return number | sign << np.uint32(bits - 1), mean | scale
+    return number | sign << np.uint32(bits - 1), products
+
+
+def pack(
+    codes: jax.Array, plain: jax.Array, is_rotated: jax.Array, bits: float
+) -> jax.Array:
+    """Words with rotated groups' codes, and others' in the affine format."""
+    if bits != HALF_BIT:
+        codes = jnp.where(is_rotated[..., None], codes, plain)
+        return words.pack(codes, int(bits))
+    num_words = group.num_words(plain.shape[-1], bits)
+    missing = num_words * WORD_BITS // largest.CODE_BITS - codes.shape[-1]
+    if missing:
+        edges = [(0, 0, 0)] * is_rotated.ndim + [(0, missing, 0)]
+        codes = lax.pad(codes, np.uint32(0), edges)
+    codes = words.pack(codes, largest.CODE_BITS)
+    # Only constants are not rotated; their codes are alike.
+    plain = words.pack(plain[..., : num_words * WORD_BITS], 1)
+    return jnp.where(is_rotated[..., None], codes, plain)
 
 
 def first_codes(codes: jax.Array, metadata: jax.Array) -> jax.Array:
@@ -221,54 +249,37 @@ def first_codes(codes: jax.Array, metadata: jax.Array) -> jax.Array:
     return lax.reshape(first, (*metadata.shape, 1))
 
 
-def with_codes(groups: jax.Array, num_coded: int) -> jax.Array:
-    """The elements of groups that have codes: all, or every other 16."""
-    *lead, size = groups.shape
-    if size == num_coded:
-        return groups
-    pairs = lax.reshape(groups, (*lead, size // (2 * EVERY_OTHER), 2 * EVERY_OTHER))
-    return lax.reshape(pairs[..., :EVERY_OTHER], (*lead, num_coded))
-
-
-def with_zeros(coded: jax.Array, size: int) -> jax.Array:
-    """Undo `with_codes`, with zeros for the elements that have none."""
-    *lead, num_coded = coded.shape
-    pairs = lax.reshape(coded, (*lead, num_coded // EVERY_OTHER, EVERY_OTHER))
-    edges = [(0, 0, 0)] * (len(lead) + 1) + [(0, EVERY_OTHER, 0)]
-    pairs = lax.pad(pairs, np.zeros((), coded.dtype), edges)
-    return lax.reshape(pairs, (*lead, size))
-
-
 def square(sizes: jax.Array) -> jax.Array:
     """Squares as `int32`."""
     return (sizes * sizes).astype(np.int32)
 
 
-def rotated_values(
-    codes: jax.Array,
-    metadata: jax.Array,
-    seed: jax.Array,
-    bits: int,
-    size: int,
-    num_coded: int,
-) -> jax.Array:
-    """Values, float32 and perhaps infinite, from codes and metadata.
-
-    Args:
-        codes: from `words.unpack_slots`.
-        size: elements in a group.
-        num_coded: those that have codes; the others were 0 before they are rotated.
-    """
-    keys = noise.group_keys(seed, metadata & HIGH_HALF)
+def signed_levels(codes: jax.Array, bits: int) -> jax.Array:
+    """The levels with these codes, float32."""
     sign = codes >> np.uint32(bits - 1) << np.uint32(31)
     number = codes & np.uint32(2 ** (bits - 1) - 1)
     level = group.level(number, bits).astype(np.int32).astype(np.float32)
-    num_codes = math.prod(codes.shape[metadata.ndim :])
-    level = float_of(pattern(level) | sign).reshape(*metadata.shape, num_codes)
-    if num_coded < size:
-        level = with_zeros(level[..., :num_coded], size)
+    return float_of(pattern(level) | sign)
+
+
+def largest_levels(packed: jax.Array, size: int) -> jax.Array:
+    """The same at half a bit, from words, for groups of `size` elements."""
+    *lead, _ = packed.shape
+    num_codes, axis = size // largest.TOGETHER, len(lead)
+    codes = words.unpack_few(packed, largest.CODE_BITS)[..., :num_codes]
+    shape = *lead, largest.TOGETHER, num_codes
+    codes = lax.broadcast_in_dim(codes, shape, (*range(axis), axis + 1))
+    place = lax.broadcasted_iota(np.uint32, shape, axis)
+    return largest.elements(codes, place).reshape(*lead, size)
+
+
+def rotated_values(
+    levels: jax.Array, metadata: jax.Array, seed: jax.Array, bits: float
+) -> jax.Array:
+    """Values, float32 and perhaps infinite, from levels and metadata."""
+    keys = noise.group_keys(seed, metadata & HIGH_HALF)
     scale = float_of(metadata << np.uint32(16)) * HALF
-    fraction = group.fraction_bits(bits, size)
-    half = rotation.rotate_back(level, keys, scale, fraction)
+    fraction = group.fraction_bits(bits, levels.shape[-1])
+    half = rotation.rotate_back(levels, keys, scale, fraction)
     mean = float_of(metadata & HIGH_HALF) * HALF
     return (mean[..., None] + half) * np.float32(2)

@@ -52,8 +52,7 @@ from jaxact_kernels.rotated.triton_codes import (
     sum_over_group,
     unless_padding,
 )
-from jaxact_kernels.rotated.triton_tiles import rotated_tiles
-from jaxact_kernels.tiles import Tiles
+from jaxact_kernels.rotated.triton_tiles import GroupTiles, rotated_tiles
 
 MOST_IN_PROGRAM = 256
 # A warp has the 16 rows of one product of matrices: 128 elements of 256 in a thread.
@@ -85,11 +84,12 @@ def encode(
         coefficients: for the normalization.
     """
     layout = layout_of(x.shape, group_size)
-    tiles, coded = rotated_tiles(layout, bits, config.groups)
+    bits = group.group_bits(layout.group, bits)
+    tiles = rotated_tiles(layout, bits, config.groups)
     kernel = functools.partial(
         _encode,
         tiles=tiles,
-        coded=coded,
+        bits=bits,
         dtype=normalized_dtype(x.dtype) if normalization else x.dtype,
         shape=x.shape,
         normalization=normalization,
@@ -102,7 +102,7 @@ def encode(
         x,
         (seed, first),
         coefficients,
-        tiles=tiles,
+        tiles=tiles.elements,
         num_words=group.num_words(layout.group, bits),
         config=config,
         name="rotated_encode",
@@ -125,11 +125,12 @@ def decode(
 ) -> jax.Array:
     """See `jaxact_kernels.rotated.decode`."""
     layout = layout_of(shape, group_size)
-    tiles, coded = rotated_tiles(layout, bits, config.groups)
+    bits = group.group_bits(layout.group, bits)
+    tiles = rotated_tiles(layout, bits, config.groups)
     kernel = functools.partial(
         _decode,
         tiles=tiles,
-        coded=coded,
+        bits=bits,
         dtype=np.dtype(dtype),
         is_adaptive=is_adaptive,
         numbering=numbering,
@@ -142,7 +143,7 @@ def decode(
         (stored.seed, first),
         shape=shape,
         dtype=np.dtype(dtype),
-        tiles=tiles,
+        tiles=tiles.elements,
         config=config,
         name="rotated_decode",
         interpret=interpret,
@@ -166,8 +167,8 @@ def declines(layout: Layout, dtype: DTypeLike) -> str | None:
 def _encode(
     x_ref: jax.Ref,
     *refs: jax.Ref,
-    tiles: Tiles,
-    coded: Tiles,
+    tiles: GroupTiles,
+    bits: float,
     dtype: np.dtype,
     shape: tuple[int, ...],
     normalization: Normalization | None,
@@ -175,49 +176,47 @@ def _encode(
     numbering: Numbering | None,
     interpret: bool,
 ) -> None:
-    block = Block(tiles)
+    block = Block(tiles.elements)
     *operands, words_ref, metadata_ref = refs
     (seed_ref, *first_ref), coefficients = operand_refs(operands, normalization)
     draw = noise.Draw(seed_ref[0], numbering, first_ref[0][0] if first_ref else None)
     elements = Elements(block, x_ref, shape, normalization, coefficients)
     lo, hi, xs = _ordinary(block, elements, dtype, interpret)
-    size, bits = tiles.layout.group, tiles.bits
+    size, plain_bits = tiles.elements.layout.group, tiles.plain.bits
     grid = frame((lo, hi), size)
     plain = affine_group.metadata(
-        lo, hi, bits, dtype, adaptive.SPARE if is_adaptive else 0
+        lo, hi, plain_bits, dtype, adaptive.SPARE if is_adaptive else 0
     )
     line = affine_group.encoding_line(lo, plain)
     distances, mean = centered(block, grid, xs)
     squares = sum_over_group([square(d, group.dropped_bits(size)) for d in distances])
-    step = tiles.count // coded.count
-    options = draw, is_adaptive, step, interpret
+    options = draw, bits, is_adaptive, interpret
     codes, metadata = rotated_codes(block, distances, squares, mean, grid, *options)
-    packed, is_rotated = tuple(coded.pack(codes)), grid.is_ordinary
+    packed, is_rotated = tuple(tiles.codes.pack(codes)), grid.is_ordinary
     again = lambda k: _clipped(block, grid, to_float32(elements.load(k, again=True)))
     fixed = fixed_point(block, line)
     if is_adaptive:
         # From elements that are read once more, as few other values are alive here.
-        spreads = [adaptive.spread(fixed(again(k))) for k in range(tiles.count)]
+        spreads = [adaptive.spread(fixed(again(k))) for k in range(len(xs))]
         stochastic = sum_over_group(unless_padding(block, spreads)).astype(np.uint32)
-        options = grid, squares, stochastic, count(block), plain, size, bits
+        options = grid, squares, stochastic, count(block), plain, size, plain_bits
         plain, is_rotated = adaptive.choose(*options)
 
     def mixed() -> tuple[jax.Array, ...]:
         # In a loop: a branch that seldom runs should take no time to compile.
         counter = first_counter(block, draw if is_adaptive else None, plain)
 
-        def add(i: jax.Array, parts: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-            k = lax.mul(i, np.int32(step))
+        def add(k: jax.Array, parts: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
             code = round_tile(block, k, fixed(again(k)), noise_for(block, counter, k))
-            return coded.pack_one(i, code, parts)
+            return tiles.plain.pack_one(k, code, parts)
 
         zeros = tuple(lax.full(block.shape, 0, np.uint32) for _ in packed)
-        parts = coded.join(over_tiles(coded.count, add, zeros))
+        parts = tiles.plain.join(over_tiles(tiles.plain.count, add, zeros))
         pairs = zip(packed, parts, strict=True)
         return tuple(lax.select(_over(is_rotated, a), a, b) for a, b in pairs)
 
     packed = lax.cond(_all_hold(block, is_rotated), lambda: packed, mixed)
-    Block(coded).store_words(words_ref, packed)
+    Block(tiles.codes).store_words(words_ref, packed)
     flag = adaptive.ROTATED if is_adaptive else np.uint32(0)
     metadata = lax.select(is_rotated, lax.bitwise_or(metadata, flag), plain)
     block.store_groups(metadata_ref, metadata)
@@ -228,23 +227,25 @@ def _decode(
     metadata_ref: jax.Ref,
     seed_ref: jax.Ref,
     *refs: jax.Ref,
-    tiles: Tiles,
-    coded: Tiles,
+    tiles: GroupTiles,
+    bits: float,
     dtype: np.dtype,
     is_adaptive: bool,
     numbering: Numbering | None,
     interpret: bool,
 ) -> None:
-    block = Block(tiles)
+    block = Block(tiles.elements)
     *first_ref, out_ref = refs
     draw = noise.Draw(seed_ref[0], numbering, first_ref[0][0] if first_ref else None)
     metadata = block.load_groups(metadata_ref)
-    packed = Block(coded).load_words(words_ref)
-    codes = [coded.unpack(i, packed) for i in range(coded.count)]
+    coded, plain = Block(tiles.codes), Block(tiles.plain)
+    packed = coded.load_words(words_ref)
+    codes = [tiles.codes.unpack(i, packed) for i in range(tiles.codes.count)]
     is_rotated = lax.bitwise_not(affine_group.is_constant(metadata))
     if is_adaptive:
         is_rotated = lax.bitwise_and(is_rotated, adaptive.is_rotated(metadata))
-    rotated = rotated_values(block, codes, metadata, draw, is_adaptive, interpret)
+    options = metadata, draw, bits, is_adaptive, interpret
+    rotated = rotated_values(block, codes, *options)
     for k, x in enumerate(rotated):
         x = lax.convert_element_type(affine_group.saturated(x, dtype), dtype)
         block.store(out_ref, k, x, only=is_rotated)
@@ -252,14 +253,16 @@ def _decode(
     def others() -> None:
         value = plain_values(block, metadata, draw, is_adaptive)
         is_plain = lax.bitwise_not(is_rotated)
+        codes = packed if tiles.plain is tiles.codes else plain.load_words(words_ref)
 
         def store(k: jax.Array, _: None) -> None:
             # A constant's tiles have the same codes, which some do not store.
-            i = lax.div(k, np.int32(tiles.count // coded.count))
-            x = affine_group.saturated(value(k, coded.unpack_one(i, packed)), dtype)
+            i = lax.rem(k, np.int32(tiles.plain.count))
+            code = tiles.plain.unpack_one(i, codes)
+            x = affine_group.saturated(value(k, code), dtype)
             block.store(out_ref, k, lax.convert_element_type(x, dtype), only=is_plain)
 
-        over_tiles(tiles.count, store, None)
+        over_tiles(tiles.elements.count, store, None)
 
     lax.cond(_all_hold(block, is_rotated), lambda: None, others)
 

@@ -24,6 +24,8 @@ from jaxact_kernels.rotated.centered import (
     mean as mean_of,
     power_of_two,
 )
+from jaxact_kernels.rotated.group import HALF_BIT
+from jaxact_kernels.rotated.triton_largest import largest_codes, largest_elements
 from jaxact_kernels.rotated.triton_tiles import flip, transform
 from jaxact_kernels.tiles import integer_sum
 
@@ -50,44 +52,50 @@ def rotated_codes(
     mean: jax.Array,
     grid: Frame,
     draw: noise.Draw,
+    bits: float,
     is_adaptive: bool,
-    step: int,
     interpret: bool,
 ) -> tuple[list[Tile], jax.Array]:
-    """Codes and metadata; see `reference.rotated_codes`.
-
-    Args:
-        step: from a tile that has codes to the next.
-    """
-    size, bits = block.tiles.layout.group, block.tiles.bits
+    """Codes and metadata; see `reference.rotated_codes`."""
+    size = block.tiles.layout.group
     norm, fraction = np.float32(size**-0.5), rotation.FRACTION_BITS
     key = _key(block, draw, mean)
     power = group.norm_exponent(squares, size)
     unit = block.spread(lax.mul(power_of_two(power), norm))
     y = transform(block, flip(block, distances, key, 0))
     y = [_rounded(lax.mul(v, unit), interpret) for v in y]
-    y = transform(block, flip(block, y, key, 1))[::step]
+    y = transform(block, flip(block, y, key, 1))
     factor = norm * np.float32(2.0**fraction)
     if factor != 1:
         y = [_rounded(lax.mul(v, factor), interpret) for v in y]
     power = lax.add(power, np.int32(fraction))
-    bounds = group.thresholds(group.deviation(squares, size), power, bits)
-    bounds = [block.spread(bound) for bound in bounds]
-    numbers = [group.level_number(v, bounds, bits) for v in y]
-    sizes = [as_integer(lax.add(lax.abs(v), MAGIC)) for v in y]
-    levels = [group.level(number, bits).astype(np.int32) for number in numbers]
-    pairs = zip(sizes, levels, strict=True)
-    products = sum_over_group([lax.mul(a, b) for a, b in pairs]).astype(np.uint32)
+    if bits == HALF_BIT:
+        codes, products = largest_codes(block, y)
+    else:
+        bounds = group.thresholds(group.deviation(squares, size), power, int(bits))
+        codes, products = _level_codes(y, [block.spread(b) for b in bounds], int(bits))
+    products = sum_over_group(products).astype(np.uint32)
     unit = power - grid.exponent + np.int32(2 * group.dropped_bits(size))
     chance, spare = rotation.spare_bits(key, size), adaptive.SPARE if is_adaptive else 0
     scale = group.scale(squares.astype(np.uint32), products, unit, chance, spare)
+    return codes, lax.bitwise_or(mean, scale)
+
+
+def _level_codes(
+    y: list[Tile], bounds: list[Tile], bits: int
+) -> tuple[list[Tile], list[Tile]]:
+    """Codes of the nearest levels, and these times the elements, `int32`."""
+    numbers = [group.level_number(v, bounds, bits) for v in y]
+    sizes = [as_integer(lax.add(lax.abs(v), MAGIC)) for v in y]
+    levels = [group.level(number, bits).astype(np.int32) for number in numbers]
+    products = [lax.mul(a, b) for a, b in zip(sizes, levels, strict=True)]
     # No zero is negative: sums of products begin with +0, and so does `_rounded`.
     sign = lambda v: lax.shift_right_logical(pattern(v), np.uint32(31))
     top = lambda v: (
         lax.shift_left(sign(v), np.uint32(bits - 1)) if bits > 1 else sign(v)
     )
     codes = [lax.bitwise_or(n, top(v)) for n, v in zip(numbers, y, strict=True)]
-    return codes, lax.bitwise_or(mean, scale)
+    return codes, products
 
 
 def rotated_values(
@@ -95,17 +103,22 @@ def rotated_values(
     codes: list[Tile],
     metadata: jax.Array,
     draw: noise.Draw,
+    bits: float,
     is_adaptive: bool,
     interpret: bool,
 ) -> list[Tile]:
     """Values, float32 and perhaps infinite; see `reference.rotated_values`."""
-    size, bits = block.tiles.layout.group, block.tiles.bits
+    size = block.tiles.layout.group
     metadata = metadata & ~adaptive.ROTATED if is_adaptive else metadata
     mean = lax.bitwise_and(metadata, HIGH_HALF)
     key = _key(block, draw, mean)
     norm, fraction = np.float32(size**-0.5), group.fraction_bits(bits, size)
     factor = norm * np.float32(2.0**fraction)
-    y = transform(block, [_signed_level(code, bits) for code in codes])
+    if bits == HALF_BIT:
+        levels = largest_elements(block, codes)
+    else:
+        levels = [_signed_level(code, int(bits)) for code in codes]
+    y = transform(block, levels)
     y = [_rounded(lax.mul(v, factor), interpret) for v in y]
     y = transform(block, flip(block, y, key, 1))
     scale = lax.mul(float_of(lax.shift_left(metadata, np.uint32(16))), HALF)

@@ -6,6 +6,7 @@ element, do the rest. No element moves between threads but inside a product.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -15,30 +16,44 @@ from jaxact_kernels import noise
 from jaxact_kernels.affine.group import float_of, pattern
 from jaxact_kernels.block import Block
 from jaxact_kernels.layout import Layout
-from jaxact_kernels.rotated import group, rotation
+from jaxact_kernels.rotated import group, largest, rotation
 from jaxact_kernels.tiles import Tiles
 from jaxact_kernels.words import WORD_BITS
 
-WIDTH = group.EVERY_OTHER  # at half a bit a tile has codes or has none
+WIDTH = 16  # of a tile
 
 
-def rotated_tiles(layout: Layout, bits: float, groups: int) -> tuple[Tiles, Tiles]:
-    """Tiles with 16 elements, whatever the width of codes: all, and those with codes.
+class GroupTiles(NamedTuple):
+    """How the groups in a block are cut.
 
-    At half a bit only every other tile has codes. These are packed like whole groups.
+    Attributes:
+        elements: tiles with 16 elements, whatever the width of codes.
+        codes: of rotated groups.
+        plain: codes of other groups; half as many as elements at half a bit.
     """
-    num_coded = group.num_coded(layout.group, bits)
-    coded = dataclasses.replace(layout, group=num_coded)
-    width, count = group.code_bits(bits), num_coded // WIDTH
-    tiles = Tiles(layout, width, groups, layout.group // WIDTH)
-    return tiles, Tiles(coded, width, groups, count)
+
+    elements: Tiles
+    codes: Tiles
+    plain: Tiles
+
+
+def rotated_tiles(layout: Layout, bits: float, groups: int) -> GroupTiles:
+    """The tiles for codes with `bits` bits an element, from `group.group_bits`."""
+    width, size = group.affine_bits(bits), layout.group
+
+    def tiles(width: int, size: int) -> Tiles:
+        part = dataclasses.replace(layout, group=size)
+        return Tiles(part, width, groups, max(1, size // WIDTH))
+
+    elements = tiles(width, size)
+    if bits != group.HALF_BIT:
+        return GroupTiles(elements, elements, elements)
+    codes = tiles(largest.CODE_BITS, size // largest.TOGETHER)
+    return GroupTiles(elements, codes, tiles(width, size // 2))
 
 
 def transform(block: Block, tiles: list[jax.Array]) -> list[jax.Array]:
-    """The Hadamard transform of groups of integers with 11 significant bits.
-
-    Given every other tile, the rest is 0.
-    """
+    """The Hadamard transform of groups of integers with 11 significant bits."""
     matrix = _matrix()
     numbers = (((1,), (0,)), ((), ()))
     product = lambda tile: lax.dot_general(
@@ -47,11 +62,7 @@ def transform(block: Block, tiles: list[jax.Array]) -> list[jax.Array]:
         numbers,
         preferred_element_type=np.float32,
     )
-    transformed = rotation.butterflies([product(tile) for tile in tiles])
-    if len(tiles) == block.tiles.count:
-        return transformed
-    # A butterfly of a tile and one that is 0 has the first twice.
-    return [twice for tile in transformed for twice in (tile, tile)]
+    return rotation.butterflies([product(tile) for tile in tiles])
 
 
 def flip(
