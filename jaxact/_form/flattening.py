@@ -8,6 +8,7 @@ from jaxact._form.largest import with_largest_apart
 from jaxact._form.masked import with_masked
 from jaxact._form.pooling import pool_body
 from jaxact._form.softmax import softmax_body
+from jaxact._jaxpr.read import variables_in
 from jaxact._jaxpr.rewrite import Body, flatten, inlinable_body, with_held_programs
 from jaxact._jaxpr.types import Eqn, Jaxpr
 from jaxact._plan.forward import Forward
@@ -22,7 +23,8 @@ def flattened(forward: Forward) -> Forward:
     jaxpr, constants = flatten(forward.jaxpr, body)
     jaxpr = with_held_programs(jaxpr, _without_forms)
     consts = (*forward.consts, *constants)
-    flat = dataclasses.replace(forward, jaxpr=jaxpr, consts=consts)
+    own = frozenset(variables_in(jaxpr.outvars[forward.num_outputs :]))
+    flat = dataclasses.replace(forward, jaxpr=jaxpr, consts=consts, own=own)
     return with_largest_apart(with_masked(flat))
 
 

@@ -85,6 +85,7 @@ class Forward:
         others than its own.
       backward: the equations of that function.
       apart: for some residuals the map without the largest element in each row.
+      own: the residuals that JAX's own backward function reads.
     """
 
     jaxpr: Jaxpr
@@ -93,6 +94,7 @@ class Forward:
     vjp_tree: Any
     backward: Backward
     apart: Mapping[Var, Apart] = dataclasses.field(default_factory=dict)
+    own: frozenset[Var] = frozenset()
 
     @property
     def residuals(self) -> list[Atom]:

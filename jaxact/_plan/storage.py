@@ -27,6 +27,7 @@ from jaxact._plan.forward import Forward
 from jaxact._plan.fusion import in_memory
 from jaxact._plan.order import Order
 from jaxact._plan.products import with_products_apart
+from jaxact._plan.terms import with_terms_apart
 from jaxact._policy import Policy
 from jaxact_kernels.normalization import Normalization, normalized_dtype
 
@@ -353,9 +354,9 @@ class StoragePlan:
         """The equations for the outputs and `read`, with those as outputs."""
         jaxpr = self.forward.jaxpr
         by_kernels = [v for v in self.packed if v not in self.fused]
-        return with_products_apart(
-            prune(jaxpr, [*self._outputs, *self.read]), by_kernels
-        )
+        program = prune(jaxpr, [*self._outputs, *self.read])
+        program = with_terms_apart(program, len(self._outputs), self.forward.own)
+        return with_products_apart(program, by_kernels)
 
     @functools.cached_property
     def read(self) -> list[Var]:

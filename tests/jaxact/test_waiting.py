@@ -156,6 +156,19 @@ def test_parts_of_a_call(f, counts):
     assert all(any(a.dtype == jnp.uint32 for a in each) for each in held)
 
 
+@pytest.mark.parametrize("f", [residual_block, narrowing], ids=lambda f: f.__name__)
+def test_a_gradient_waits_as_it_is_transposed(f):
+    """XLA computes a transposed product so; across a barrier a CPU copies it."""
+    layer = jaxact.compress(f, activations="x")
+    step = jax.grad(lambda w, x: layer(w, x).astype(jnp.float32).sum())
+    eqns = list(equations(open_jaxpr(jax.make_jaxpr(step)(WS, X))[0]))
+    barriers = [eqn for eqn in eqns if "barrier" in eqn.primitive.name]
+    waiting = {id(v) for eqn in barriers for v in eqn.invars}
+    transposed = [eqn for eqn in eqns if eqn.primitive.name == "transpose"]
+    assert transposed and barriers
+    assert not [eqn for eqn in transposed if id(eqn.invars[0]) in waiting]
+
+
 @pytest.mark.parametrize("devices", [1, 2])
 def test_parts_wait_on_one_device_alone(devices):
     """On several the gradients of both parts are summed in one collective."""
