@@ -68,13 +68,13 @@ def unpack_slots(words: jax.Array, bits: int) -> jax.Array:
     operations after they are joined (4 Mi float32, jax 0.12).
     """
     *lead, size = words.shape
-    per_bit, repeats, axis = size // bits, _word_axes(bits), len(lead)
+    repeats, axis = _word_axes(bits), len(lead)
     codes, start = None, 0
     for i, (offset, width) in enumerate(fields(bits)):
-        outer = repeats[: i + 1]
-        inner = (*repeats[i + 1 :], per_bit * widths(bits)[-1])
+        outer, count = repeats[: i + 1], size * width // bits  # the field's words
+        inner = (*repeats[i + 1 :], size * widths(bits)[-1] // bits)
         shape, split = (*lead, *outer, *inner), axis + len(outer)
-        field = lax.slice_in_dim(words, start, start + per_bit * width, axis=axis)
+        field = lax.slice_in_dim(words, start, start + count, axis=axis)
         field = lax.broadcast_in_dim(
             lax.reshape(field, (*lead, *inner)),
             shape,
@@ -82,18 +82,9 @@ def unpack_slots(words: jax.Array, bits: int) -> jax.Array:
         )
         code = shift_left(_slot(field, width, range(axis, split)), offset)
         codes = code if codes is None else lax.bitwise_or(codes, code)
-        start += per_bit * width
+        start += count
     assert codes is not None
     return codes
-
-
-def unpack_few(words: jax.Array, bits: int) -> jax.Array:
-    """`unpack` for 1, 2, 4 or 8 bits and any whole number of words."""
-    *lead, size = words.shape
-    shape, axis = (*lead, WORD_BITS // bits, size), len(lead)
-    repeated = lax.broadcast_in_dim(words, shape, (*range(axis), axis + 1))
-    codes = _slot(repeated, bits, (axis,))
-    return lax.reshape(codes, (*lead, size * WORD_BITS // bits))
 
 
 def cut_planes(packed: jax.Array) -> list[jax.Array]:

@@ -32,7 +32,7 @@ def keys(y: jax.Array, place: jax.Array) -> jax.Array:
             No zero is negative.
         place: of each among its eight, `uint32`.
     """
-    bits = pattern(y)  # rotated, the sign comes last
+    bits = pattern(y)  # turned by one, so that the sign comes last
     size = lax.shift_left(bits, np.uint32(1))
     bits = lax.bitwise_or(size, lax.shift_right_logical(bits, np.uint32(31)))
     return lax.bitwise_or(bits, lax.shift_left(place, _PLACE))
@@ -45,6 +45,7 @@ def largest(y: jax.Array) -> jax.Array:
         `uint32[*lead, group / 8]`.
     """
     *lead, group = y.shape
+    # Signs of zeros differ with the order of sums.
     y = jnp.where(y == np.float32(0), np.float32(0), y)
     shape, axis = (*lead, TOGETHER, group // TOGETHER), len(lead)
     place = lax.broadcasted_iota(np.uint32, shape, axis)

@@ -266,7 +266,7 @@ def largest_levels(packed: jax.Array, size: int) -> jax.Array:
     """The same at half a bit, from words, for groups of `size` elements."""
     *lead, _ = packed.shape
     num_codes, axis = size // largest.TOGETHER, len(lead)
-    codes = words.unpack_few(packed, largest.CODE_BITS)[..., :num_codes]
+    codes = words.unpack(packed, largest.CODE_BITS)[..., :num_codes]
     shape = *lead, largest.TOGETHER, num_codes
     codes = lax.broadcast_in_dim(codes, shape, (*range(axis), axis + 1))
     place = lax.broadcasted_iota(np.uint32, shape, axis)
