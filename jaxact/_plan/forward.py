@@ -112,10 +112,10 @@ class Forward:
         """The backward program, from residuals and cotangents to gradients."""
         backward = self.backward
         known = {*self.jaxpr.constvars, *backward.cotangents}
-        made = {v for eqn in backward.eqns for v in eqn.outvars}
+        known.update(v for eqn in backward.eqns for v in eqn.outvars)
         # Gradients too: where no output has a cotangent, all are zeros made before.
         given = dict.fromkeys(variables_in([*backward.residuals, *backward.gradients]))
-        inputs = [v for v in given if v not in known | made] + [*backward.cotangents]
+        inputs = [v for v in given if v not in known] + [*backward.cotangents]
         info = self.jaxpr.debug_info._replace(arg_names=None, result_paths=None)
         return self.jaxpr.replace(
             invars=inputs,

@@ -272,7 +272,7 @@ class StoragePlan:
         """Bits of all codes and exact values, without scales."""
         return sum(v.aval.size * _bits(v, d) for v, d in self.decisions.items())
 
-    @property
+    @functools.cached_property
     def used_rules(self) -> tuple[int, ...]:
         """Indices: the policy's rules that matched a residual."""
         return tuple(sorted({d.rule for d in self.all_decisions if d.rule is not None}))
