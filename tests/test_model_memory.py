@@ -64,12 +64,11 @@ def test_resnet50(load):
     resnet = load("models.resnet")
     plain = classify(resnet.ResNet50(1000))
     assert temp_bytes(plain) >= 2400 * MIB
-    for bits, most in ((2, 480), (4, 720)):
-        pack = functools.partial(jaxact.compress, policy=jaxact.Policy(bits))
-        blocks = {"block": pack(resnet.Bottleneck), "stem": pack(resnet.Stem)}
-        packed = classify(resnet.ResNet50(1000, **blocks))
-        assert temp_bytes(packed) <= most * MIB
-        assert convolutions(packed) == convolutions(plain) > 0
+    pack = functools.partial(jaxact.compress, policy=jaxact.Policy(2))
+    blocks = {"block": pack(resnet.Bottleneck), "stem": pack(resnet.Stem)}
+    packed = classify(resnet.ResNet50(1000, **blocks))
+    assert temp_bytes(packed) <= 480 * MIB
+    assert convolutions(packed) == convolutions(plain) > 0
 
 
 def complete(net, block, batch=8):

@@ -188,12 +188,15 @@ def count(subject: Subject) -> dict:
     """Counts and bounds for a kernel."""
     kernel, elements = assemble(subject), subject.elements
     code = disassemble(kernel)
-    path = ordinary_path(code, is_shorter=subject.implementation == "mosaic_gpu")
+    is_encode, item_bytes = subject.operation != "decode", subject.x.dtype.itemsize
+    path = ordinary_path(
+        code,
+        is_shorter=subject.implementation == "mosaic_gpu",
+        bytes_in_loop=int(elements * item_bytes) if is_encode else 0,
+    )
     packed = sum(part.size * 4 for part in jax.tree.leaves(subject.stored))
-    unpacked, packed = subject.x.dtype.itemsize, packed / math.prod(SHAPE)
-    read, written = unpacked, packed
-    if subject.operation == "decode":
-        read, written = written, read
+    unpacked, packed = item_bytes, packed / math.prod(SHAPE)
+    read, written = (unpacked, packed) if is_encode else (packed, unpacked)
     # An adaptive encoder loads elements once more, from the first-level cache.
     passes = 2 if subject.format == "adaptive" and subject.operation == "encode" else 1
     if not read <= loaded_bytes(path) / elements <= 1.5 * passes * read + 0.25:

@@ -75,11 +75,14 @@ def disassemble(kernel) -> Code:
     return code
 
 
-def ordinary_path(code: Code, *, is_shorter: bool) -> list[Instruction]:
+def ordinary_path(
+    code: Code, *, is_shorter: bool, bytes_in_loop: int = 0
+) -> list[Instruction]:
     """Instructions from the entry to the exit, by the branches that load least.
 
     Among branches that load the same, the longer, as some threads run it, or the
-    shorter.
+    shorter. `bytes_in_loop`: what a loop without branches loads in all, which tells how
+    often it runs.
     """
     sign = 1 if is_shorter else -1
 
@@ -95,6 +98,11 @@ def ordinary_path(code: Code, *, is_shorter: bool) -> list[Instruction]:
             elif target is None:
                 continue
             elif number in reached_from(code, target):
+                body = code.instructions[target : number + 1]
+                loaded = loaded_bytes(body) if is_straight(body) else 0
+                if loaded and bytes_in_loop and not bytes_in_loop % loaded:
+                    path += body * (bytes_in_loop // loaded - 1)
+                    continue
                 path.append(LOOP)
                 break
             else:
@@ -111,6 +119,13 @@ def ordinary_path(code: Code, *, is_shorter: bool) -> list[Instruction]:
     if LOOP in path:
         raise NotImplementedError("a loop: how often it runs is not known")
     return path
+
+
+def is_straight(body: list[Instruction]) -> bool:
+    """Whether nothing but a conditional branch at its end leaves it."""
+    *others, last = body
+    ends = ("BRA", "BRX", "CALL", "EXIT", "JMP", "RET")
+    return last.is_conditional and not any(each.name in ends for each in others)
 
 
 def target_of(code: Code, number: int) -> int | None:

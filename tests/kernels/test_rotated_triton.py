@@ -6,6 +6,7 @@ order, so no difference is allowed for.
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -69,6 +70,21 @@ def test_every_kind_of_group_equals_the_reference(bits, size, is_adaptive):
     )
     if is_adaptive and bits == 2:  # rotated groups and others occur
         assert set((np.asarray(metadata).ravel()[3:] & 1).tolist()) == {0, 1}
+
+
+def test_blocks_without_a_rotated_group_equal_the_reference():
+    x = np.sign(np.random.default_rng(0).standard_normal((8, 256), np.float32))
+    _, metadata = assert_equal(jnp.asarray(x), bits=2)
+    assert not np.any(np.asarray(metadata) & 1)  # the flag of all groups
+
+
+def test_what_is_decided_about_each_element_stands_once_in_a_program():
+    """Triton compiles in a time that grows with the square of a program."""
+    x = jax.ShapeDtypeStruct((64, 256), jnp.float32)
+    encode = functools.partial(triton.encode, bits=4, group_size=256, is_adaptive=True)
+    program = str(jax.make_jaxpr(encode)(x, SEED))
+    tiles = 16
+    assert tiles < program.count("<-") < 2 * tiles  # reads; each has computations
 
 
 @pytest.mark.parametrize(

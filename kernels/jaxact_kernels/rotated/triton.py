@@ -7,7 +7,7 @@ not rotated have one too, which reads the block once more.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -190,17 +190,25 @@ def _encode(
     line = affine_group.encoding_line(lo, plain)
     distances, mean = centered(block, grid, xs)
     squares = sum_over_group([square(d, group.dropped_bits(size)) for d in distances])
-    options = draw, bits, is_adaptive, interpret
-    codes, metadata = rotated_codes(block, distances, squares, mean, grid, *options)
-    packed, is_rotated = tuple(tiles.codes.pack(codes)), grid.is_ordinary
+    is_rotated = grid.is_ordinary
     again = lambda k: _clipped(block, grid, to_float32(elements.load(k, again=True)))
     fixed = fixed_point(block, line)
     if is_adaptive:
-        # From elements that are read once more, as few other values are alive here.
-        spreads = [adaptive.spread(fixed(again(k))) for k in range(len(xs))]
-        stochastic = sum_over_group(unless_padding(block, spreads)).astype(np.uint32)
-        options = grid, squares, stochastic, count(block), plain, size, plain_bits
+        spreads = _spreads(block, lambda k: fixed(again(k)))
+        options = grid, squares, spreads, count(block), plain, size, plain_bits
         plain, is_rotated = adaptive.choose(*options)
+
+    def rotated() -> tuple[jax.Array, ...]:
+        options = draw, bits, is_adaptive, interpret
+        codes, metadata = rotated_codes(block, distances, squares, mean, grid, *options)
+        return metadata, *tiles.codes.pack(codes)
+
+    def none() -> tuple[jax.Array, ...]:
+        columns = (columns for columns, _ in tiles.codes.slots())
+        words = (lax.full((block.shape[0], n), 0, np.uint32) for n in columns)
+        return lax.full_like(plain, 0), *words
+
+    metadata, *packed = lax.cond(_any_holds(is_rotated), rotated, none)
 
     def mixed() -> tuple[jax.Array, ...]:
         # In a loop: a branch that seldom runs should take no time to compile.
@@ -215,7 +223,7 @@ def _encode(
         pairs = zip(packed, parts, strict=True)
         return tuple(lax.select(_over(is_rotated, a), a, b) for a, b in pairs)
 
-    packed = lax.cond(_all_hold(block, is_rotated), lambda: packed, mixed)
+    packed = lax.cond(_all_hold(block, is_rotated), lambda: tuple(packed), mixed)
     Block(tiles.codes).store_words(words_ref, packed)
     flag = adaptive.ROTATED if is_adaptive else np.uint32(0)
     metadata = lax.select(is_rotated, lax.bitwise_or(metadata, flag), plain)
@@ -286,6 +294,24 @@ def _ordinary(
     return lo, hi, tuple(xs)
 
 
+def _spreads(block: Block, fixed: Callable[[jax.Array], Tile]) -> jax.Array:
+    """Sums over groups of what stochastic rounding errs, `uint32`.
+
+    From elements that are read once more, as few other values are alive then; and in a
+    loop, as the time that Triton compiles for grows with the square of a program.
+
+    Args:
+        fixed: from a tile's number to its codes in the affine format.
+    """
+
+    def add(k: jax.Array, total: Tile) -> Tile:
+        return lax.add(total, unless_padding(block, k, adaptive.spread(fixed(k))))
+
+    zeros = lax.full(block.shape, 0, np.uint32)
+    spreads = over_tiles(block.tiles.count, add, zeros)
+    return sum_over_group([spreads]).astype(np.uint32)
+
+
 def _clipped(block: Block, grid: Frame, x: Tile) -> Tile:
     """Elements within their group's finite extremes; for NaN one of these."""
     return lax.max(lax.min(x, block.spread(grid.hi)), block.spread(grid.lo))
@@ -293,6 +319,11 @@ def _clipped(block: Block, grid: Frame, x: Tile) -> Tile:
 
 def _over(flag: jax.Array, like: jax.Array) -> jax.Array:
     return lax.broadcast_in_dim(flag, like.shape, (0,))
+
+
+def _any_holds(flags: jax.Array) -> jax.Array:
+    """Whether a flag holds for a group, perhaps for one beyond the array."""
+    return lax.eq(jnp.max(lax.convert_element_type(flags, np.int32)), np.int32(1))
 
 
 def _all_hold(block: Block, flags: jax.Array) -> jax.Array:

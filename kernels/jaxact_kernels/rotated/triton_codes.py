@@ -14,7 +14,7 @@ from jaxact_kernels import noise
 from jaxact_kernels.affine import group as affine_group
 from jaxact_kernels.affine.group import HALF, HIGH_HALF, float_of, pattern, small_float
 from jaxact_kernels.affine.triton_codes import first_counter, noise_for
-from jaxact_kernels.block import Block
+from jaxact_kernels.block import Block, TileNumber
 from jaxact_kernels.rotated import adaptive, group, rotation
 from jaxact_kernels.rotated.centered import (
     MAGIC,
@@ -38,11 +38,13 @@ def centered(
     """Distances from the means in steps, integers as float32; and the means' bits."""
     middle, unit = block.spread(grid.middle), block.spread(power_of_two(grid.exponent))
     sums = [lax.add(lax.mul(lax.sub(x, middle), unit), MAGIC) for x in xs]
-    total = sum_over_group(unless_padding(block, [as_integer(x) for x in sums]))
+    real = [unless_padding(block, k, as_integer(x)) for k, x in enumerate(sums)]
+    total = sum_over_group(real)
     mean, offset = mean_of(grid, total, _inverse(block))
     away = block.spread(lax.add(offset, MAGIC))
-    distances = [lax.sub(x, away) for x in sums]
-    return unless_padding(block, distances), pattern(mean)
+    distances = (lax.sub(x, away) for x in sums)
+    distances = [unless_padding(block, k, x) for k, x in enumerate(distances)]
+    return distances, pattern(mean)
 
 
 def rotated_codes(
@@ -190,15 +192,12 @@ def sum_over_group(tiles: Sequence[Tile]) -> jax.Array:
     return integer_sum(functools.reduce(lax.add, tiles))
 
 
-def unless_padding(block: Block, tiles: Sequence[Tile]) -> list[Tile]:
-    """Tiles, 0 where the array has no element."""
-    if not block.tiles.layout.padding:
-        return list(tiles)
-    reals = [block.is_real(k) for k in range(len(tiles))]
-    return [
-        x if real is None else lax.select(real, x, lax.full_like(x, 0))
-        for x, real in zip(tiles, reals, strict=True)
-    ]
+def unless_padding(block: Block, k: TileNumber, tile: Tile) -> Tile:
+    """Tile `k`, 0 where the array has no element."""
+    is_real = block.is_real(k) if block.tiles.layout.padding else None
+    if is_real is None:
+        return tile
+    return lax.select(is_real, tile, lax.full_like(tile, 0))
 
 
 def count(block: Block) -> jax.Array | np.uint32:
