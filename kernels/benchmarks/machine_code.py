@@ -38,8 +38,15 @@ class Instruction(NamedTuple):
     @property
     def loaded_bytes(self) -> int:
         """Bytes a thread reads from global memory."""
-        if self.name not in ("LD", "LDG"):
-            return 0
+        return self._bytes if self.name in ("LD", "LDG") else 0
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes a thread writes to global memory."""
+        return self._bytes if self.name in ("ST", "STG") else 0
+
+    @property
+    def _bytes(self) -> int:
         width = re.search(r"\.[US]?(8|16|64|128)\b", self.operation)
         return int(width[1]) // 8 if width else 4
 
@@ -78,13 +85,16 @@ def disassemble(kernel) -> Code:
 def ordinary_path(
     code: Code, *, is_shorter: bool, bytes_in_loop: int = 0
 ) -> list[Instruction]:
-    """Instructions from the entry to the exit, by the branches that load least.
+    """Instructions from the entry to the exit, by branches that store most, load least.
 
-    Among branches that load the same, the longer, as some threads run it, or the
-    shorter. `bytes_in_loop`: what a loop without branches loads in all, which tells how
-    often it runs.
+    Among branches that do the same, the longer, as some threads run it, or the shorter.
+    `bytes_in_loop`: what a loop without branches loads in all, which tells how often it
+    runs.
     """
     sign = 1 if is_shorter else -1
+
+    def rank(side: tuple[Instruction, ...]) -> tuple[bool, int, int, int]:
+        return LOOP in side, -stored_bytes(side), loaded_bytes(side), sign * len(side)
 
     @functools.cache
     def path_from(start: int) -> tuple[Instruction, ...]:
@@ -109,9 +119,7 @@ def ordinary_path(
                 sides = [path_from(target)]
             if instruction.is_conditional:
                 sides.append(path_from(number + 1))
-            path += min(
-                sides, key=lambda s: (LOOP in s, loaded_bytes(s), sign * len(s))
-            )
+            path += min(sides, key=rank)
             break
         return tuple(path)
 
@@ -177,3 +185,7 @@ def in_flight(path: list[Instruction]) -> int:
 
 def loaded_bytes(path: Iterable[Instruction]) -> int:
     return sum(i.loaded_bytes for i in path)
+
+
+def stored_bytes(path: Iterable[Instruction]) -> int:
+    return sum(i.stored_bytes for i in path)

@@ -3,7 +3,8 @@
 A program reads a block of groups and keeps it in registers. Elements are integers that
 float16 holds, so that tensor cores take part in the rotation, exactly (see `rotation`).
 Special numbers are made ordinary in a branch that hardly ever runs, and groups that are
-not rotated have one too, which reads the block once more.
+not rotated have one too, which reads the block once more. A block without a group to
+rotate skips the rotation.
 """
 
 import functools
@@ -53,6 +54,7 @@ from jaxact_kernels.rotated.triton_codes import (
     unless_padding,
 )
 from jaxact_kernels.rotated.triton_tiles import GroupTiles, rotated_tiles
+from jaxact_kernels.tiles import Tiles
 
 MOST_IN_PROGRAM = 256
 # A warp has the 16 rows of one product of matrices: 128 elements of 256 in a thread.
@@ -187,14 +189,14 @@ def _encode(
     plain = affine_group.metadata(
         lo, hi, plain_bits, dtype, adaptive.SPARE if is_adaptive else 0
     )
-    line = affine_group.encoding_line(lo, plain)
+    codes_of = fixed_point(block, affine_group.encoding_line(lo, plain))
     distances, mean = centered(block, grid, xs)
     squares = sum_over_group([square(d, group.dropped_bits(size)) for d in distances])
     is_rotated = grid.is_ordinary
     again = lambda k: _clipped(block, grid, to_float32(elements.load(k, again=True)))
-    fixed = fixed_point(block, line)
+    fixed = lambda k: codes_of(again(k))
     if is_adaptive:
-        spreads = _spreads(block, lambda k: fixed(again(k)))
+        spreads = _spreads(block, fixed)
         options = grid, squares, spreads, count(block), plain, size, plain_bits
         plain, is_rotated = adaptive.choose(*options)
 
@@ -211,16 +213,9 @@ def _encode(
     metadata, *packed = lax.cond(_any_holds(is_rotated), rotated, none)
 
     def mixed() -> tuple[jax.Array, ...]:
-        # In a loop: a branch that seldom runs should take no time to compile.
         counter = first_counter(block, draw if is_adaptive else None, plain)
-
-        def add(k: jax.Array, parts: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-            code = round_tile(block, k, fixed(again(k)), noise_for(block, counter, k))
-            return tiles.plain.pack_one(k, code, parts)
-
-        zeros = tuple(lax.full(block.shape, 0, np.uint32) for _ in packed)
-        parts = tiles.plain.join(over_tiles(tiles.plain.count, add, zeros))
-        pairs = zip(packed, parts, strict=True)
+        words = _plain_words(block, tiles.plain, counter, fixed, len(packed))
+        pairs = zip(packed, words, strict=True)
         return tuple(lax.select(_over(is_rotated, a), a, b) for a, b in pairs)
 
     packed = lax.cond(_all_hold(block, is_rotated), lambda: tuple(packed), mixed)
@@ -252,11 +247,12 @@ def _decode(
     is_rotated = lax.bitwise_not(affine_group.is_constant(metadata))
     if is_adaptive:
         is_rotated = lax.bitwise_and(is_rotated, adaptive.is_rotated(metadata))
-    options = metadata, draw, bits, is_adaptive, interpret
-    rotated = rotated_values(block, codes, *options)
-    for k, x in enumerate(rotated):
-        x = lax.convert_element_type(affine_group.saturated(x, dtype), dtype)
-        block.store(out_ref, k, x, only=is_rotated)
+
+    def rotated() -> None:
+        options = metadata, draw, bits, is_adaptive, interpret
+        for k, x in enumerate(rotated_values(block, codes, *options)):
+            x = lax.convert_element_type(affine_group.saturated(x, dtype), dtype)
+            block.store(out_ref, k, x, only=is_rotated)
 
     def others() -> None:
         value = plain_values(block, metadata, draw, is_adaptive)
@@ -272,6 +268,7 @@ def _decode(
 
         over_tiles(tiles.elements.count, store, None)
 
+    lax.cond(_any_holds(is_rotated), rotated, lambda: None)
     lax.cond(_all_hold(block, is_rotated), lambda: None, others)
 
 
@@ -292,6 +289,26 @@ def _ordinary(
     is_ordinary = are_ordinary((lo, hi), is_finite, dtype)
     lo, hi, *xs = lax.cond(is_ordinary, lambda: (lo, hi, *map(to_float32, xs)), special)
     return lo, hi, tuple(xs)
+
+
+def _plain_words(
+    block: Block,
+    tiles: Tiles,
+    counter: Tile | None,
+    fixed: Callable[[jax.Array], Tile],
+    count: int,
+) -> list[jax.Array]:
+    """Words in the affine format, `count` arrays.
+
+    In a loop: a branch that seldom runs should take no time to compile.
+    """
+
+    def add(k: jax.Array, parts: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        code = round_tile(block, k, fixed(k), noise_for(block, counter, k))
+        return tiles.pack_one(k, code, parts)
+
+    zeros = tuple(lax.full(block.shape, 0, np.uint32) for _ in range(count))
+    return tiles.join(over_tiles(tiles.count, add, zeros))
 
 
 def _spreads(block: Block, fixed: Callable[[jax.Array], Tile]) -> jax.Array:
