@@ -6,7 +6,7 @@ from jaxact._time.work import Slots
 
 # Instructions an element that run where integers do, for at most 2 bits and for more:
 # in machine code for an H100 (kernels/benchmarks/count.py). The encoder for `Adaptive`,
-# a rotated format too, has up to 1.4 times as many.
+# a rotated format too, has up to 1.6 times as many.
 _INTEGERS = {
     ("affine", "encode"): (9.4, 9.6),
     ("affine", "decode"): (3.6, 3.4),

@@ -3,8 +3,8 @@
 A program reads a block of groups and keeps it in registers. Elements are integers that
 float16 holds, so that tensor cores take part in the rotation, exactly (see `rotation`).
 Special numbers are made ordinary in a branch that hardly ever runs, and groups that are
-not rotated have one too, which reads the block once more. A block without a group to
-rotate skips the rotation.
+not rotated have one too, which reads the block once more. Where groups have a choice, a
+block without one to rotate skips the rotation.
 """
 
 import functools
@@ -210,7 +210,9 @@ def _encode(
         words = (lax.full((block.shape[0], n), 0, np.uint32) for n in columns)
         return lax.full_like(plain, 0), *words
 
-    metadata, *packed = lax.cond(_any_holds(is_rotated), rotated, none)
+    # Without a choice only constants are not rotated: no block without a rotated group.
+    each = lax.cond(_any_holds(is_rotated), rotated, none) if is_adaptive else rotated()
+    metadata, *packed = each
 
     def mixed() -> tuple[jax.Array, ...]:
         counter = first_counter(block, draw if is_adaptive else None, plain)
