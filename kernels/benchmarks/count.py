@@ -188,17 +188,17 @@ def count(subject: Subject) -> dict:
     """Counts and bounds for a kernel."""
     kernel, elements = assemble(subject), subject.elements
     code = disassemble(kernel)
-    is_encode, item_bytes = subject.operation != "decode", subject.x.dtype.itemsize
+    is_encode, unpacked = subject.operation != "decode", subject.x.dtype.itemsize
     path = ordinary_path(
         code,
         is_shorter=subject.implementation == "mosaic_gpu",
-        bytes_in_loop=int(elements * item_bytes) if is_encode else 0,
+        bytes_in_loop=int(elements * unpacked) if is_encode else 0,
     )
     packed = sum(part.size * 4 for part in jax.tree.leaves(subject.stored))
-    unpacked, packed = item_bytes, packed / math.prod(SHAPE)
+    packed /= math.prod(SHAPE)
     read, written = (unpacked, packed) if is_encode else (packed, unpacked)
     # An adaptive encoder loads elements once more, from the first-level cache.
-    passes = 2 if subject.format == "adaptive" and subject.operation == "encode" else 1
+    passes = 2 if subject.format == "adaptive" and is_encode else 1
     if not read <= loaded_bytes(path) / elements <= 1.5 * passes * read + 0.25:
         raise RuntimeError(f"{loaded_bytes(path)} bytes loaded: not the ordinary path")
     counts = collections.Counter(instruction.pipe for instruction in path)

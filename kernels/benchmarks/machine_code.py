@@ -109,7 +109,7 @@ def ordinary_path(
                 continue
             elif number in reached_from(code, target):
                 body = code.instructions[target : number + 1]
-                loaded = loaded_bytes(body) if is_straight(body) else 0
+                loaded = loaded_bytes(body) if is_straight(code, target, number) else 0
                 if loaded and bytes_in_loop and not bytes_in_loop % loaded:
                     path += body * (bytes_in_loop // loaded - 1)
                     continue
@@ -129,11 +129,12 @@ def ordinary_path(
     return path
 
 
-def is_straight(body: list[Instruction]) -> bool:
-    """Whether nothing but a conditional branch at its end leaves it."""
-    *others, last = body
-    ends = ("BRA", "BRX", "CALL", "EXIT", "JMP", "RET")
-    return last.is_conditional and not any(each.name in ends for each in others)
+def is_straight(code: Code, start: int, end: int) -> bool:
+    """Whether nothing but a conditional branch, its last instruction, leaves a loop."""
+    return code.instructions[end].is_conditional and all(
+        code.instructions[number].name != "EXIT" and target_of(code, number) is None
+        for number in range(start, end)
+    )
 
 
 def target_of(code: Code, number: int) -> int | None:

@@ -3,8 +3,8 @@
 A program reads a block of groups and keeps it in registers. Elements are integers that
 float16 holds, so that tensor cores take part in the rotation, exactly (see `rotation`).
 Special numbers are made ordinary in a branch that hardly ever runs, and groups that are
-not rotated have one too, which reads the block once more. Where groups have a choice, a
-block without one to rotate skips the rotation.
+not rotated have one too, which reads the block once more. A block without a group to
+rotate skips the rotation: in a decoder, and in an encoder where groups have a choice.
 """
 
 import functools
@@ -210,13 +210,13 @@ def _encode(
         words = (lax.full((block.shape[0], n), 0, np.uint32) for n in columns)
         return lax.full_like(plain, 0), *words
 
-    # Without a choice only constants are not rotated: no block without a rotated group.
+    # Without a choice only constants are not rotated: hardly a block would skip it.
     each = lax.cond(_any_holds(is_rotated), rotated, none) if is_adaptive else rotated()
     metadata, *packed = each
 
     def mixed() -> tuple[jax.Array, ...]:
         counter = first_counter(block, draw if is_adaptive else None, plain)
-        words = _plain_words(block, tiles.plain, counter, fixed, len(packed))
+        words = _plain_words(block, tiles.plain, counter, fixed)
         pairs = zip(packed, words, strict=True)
         return tuple(lax.select(_over(is_rotated, a), a, b) for a, b in pairs)
 
@@ -298,9 +298,8 @@ def _plain_words(
     tiles: Tiles,
     counter: Tile | None,
     fixed: Callable[[jax.Array], Tile],
-    count: int,
 ) -> list[jax.Array]:
-    """Words in the affine format, `count` arrays.
+    """Words in the affine format, as `Tiles.pack` returns them.
 
     In a loop: a branch that seldom runs should take no time to compile.
     """
@@ -309,7 +308,7 @@ def _plain_words(
         code = round_tile(block, k, fixed(k), noise_for(block, counter, k))
         return tiles.pack_one(k, code, parts)
 
-    zeros = tuple(lax.full(block.shape, 0, np.uint32) for _ in range(count))
+    zeros = tuple(lax.full(block.shape, 0, np.uint32) for _ in tiles.first_words())
     return tiles.join(over_tiles(tiles.count, add, zeros))
 
 
