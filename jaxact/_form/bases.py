@@ -80,7 +80,8 @@ def plan_bases(
     classes = bases.chooser.classes.with_kept(set(statistics))
     chooser = dataclasses.replace(bases.chooser, classes=classes)
     known = stored + [n.centered for n in normalized.values() if n.centered]
-    kept, replayed = chooser.derive([*reading.leaves, *statistics], known)
+    residuals = [*reading.leaves, *statistics]
+    kept, replayed = chooser.with_latest(residuals, known).derive(residuals, known)
     elements = [v for one in apart.values() for v in one.statistics]
     kept, statistics = [*kept, *elements], [*statistics, *elements]
     for v in _sources(chooser, recomputed, stored):

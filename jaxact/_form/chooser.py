@@ -9,10 +9,10 @@ fused query-key-value product).
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from jaxact._form.classes import Classes
-from jaxact._jaxpr.read import is_literal
+from jaxact._jaxpr.read import is_float, is_literal, variables_in
 from jaxact._jaxpr.types import Atom, Eqn, Jaxpr, Producers, Var
 from jaxact._plan.program import Program
 
@@ -94,6 +94,40 @@ class Chooser:
             if v in self.classes.sides:
                 todo.append(self.classes.sides[v][0])
         return kept, replayed
+
+    def with_latest(self, residuals: Sequence[Var], stored: Iterable[Var]) -> "Chooser":
+        """The same, but `derive` keeps a mean where only that needs the sum behind it.
+
+        As JAX does, and what a program returns decides what XLA fuses: in an RMSNorm
+        before a GroupNorm another product with a sum, which is rounded once then.
+        """
+        kept, replayed = self.derive(residuals, stored)
+        readers: dict[Var, dict[int, Eqn]] = {}
+        for eqn in self.jaxpr.eqns:
+            if id(eqn) in replayed:
+                for v in variables_in(eqn.invars):
+                    readers.setdefault(v, {})[id(eqn)] = eqn
+        ends = frozenset(residuals)
+        latest = {self._latest(v, ends, readers) for v in kept}
+        return dataclasses.replace(self, classes=self.classes.with_kept(latest))
+
+    def _latest(
+        self,
+        kept: Var,
+        residuals: frozenset[Var],
+        readers: Mapping[Var, Mapping[int, Eqn]],
+    ) -> Var:
+        """The last value from `kept` alone that all else can be had from."""
+        latest, source = kept, frozenset([kept])
+        while latest not in residuals and len(readers.get(latest, ())) == 1:
+            (eqn,) = readers[latest].values()
+            (v, *others) = eqn.outvars
+            is_alone = not others and self.classes.needed.get(v) == source
+            are_floats = is_float(v) and is_float(latest)
+            if not is_alone or not are_floats or _bytes(v) > _bytes(latest):
+                break
+            latest = v
+        return latest
 
     @functools.cached_property
     def _positions(self) -> dict[Var, int]:
@@ -210,3 +244,7 @@ class Chooser:
         if eqn is None or eqn.primitive.name not in primitives:
             return []
         return list({self._nearest(b, roots): None for b in self.bases(eqn.invars)})
+
+
+def _bytes(v: Var) -> int:
+    return v.aval.size * v.aval.dtype.itemsize

@@ -97,6 +97,32 @@ def test_eager_forward_of_jitted_functions_is_bit_identical(activation):
     assert_same_bits(jax.vjp(small, *args)[0], f(*args))
 
 
+def grouped_norm_of_rms_norm(scales, x):
+    rms = jax.lax.rsqrt((x**2).mean(1, keepdims=True) + 1e-6)
+    groups = (x * (rms * scales[0])).reshape(len(x), 8, -1)
+    mean = groups.mean(2, keepdims=True)
+    variance = jnp.maximum(0, (groups**2).mean(2, keepdims=True) - mean**2)
+    of_channels = lambda v: jnp.broadcast_to(v, groups.shape).reshape(x.shape)
+    centered = groups.reshape(x.shape) - of_channels(mean)
+    return centered * (jax.lax.rsqrt(of_channels(variance) + 1e-6) * scales[1])
+
+
+@pytest.mark.parametrize("shape", [(12, 64), (4, 192), (6, 128)])
+def test_forward_of_two_norms_is_bit_identical(shape):
+    # A program that returns the groups' sums, not their means, changes half the bits.
+    keys = jax.random.split(jax.random.key(5))
+    scales = 1 + jax.random.normal(keys[0], (2, 1, shape[1])) / 8
+    args = scales, jax.random.normal(keys[1], shape)
+    small = jaxact.compress(grouped_norm_of_rms_norm, activations="x")
+    gradient = lambda f: jax.value_and_grad(
+        lambda *args: (lambda y: (jnp.sin(y).sum(), y))(f(*args)),
+        argnums=(0, 1),
+        has_aux=True,
+    )
+    (_, got), _ = jax.jit(gradient(small))(*args)
+    assert_same_bits(got, jax.jit(grouped_norm_of_rms_norm)(*args))
+
+
 @each_program
 def test_exact_gradients_are_bit_identical(program):
     args = program.arguments()
