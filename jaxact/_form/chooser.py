@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from jaxact._form.classes import Classes
-from jaxact._jaxpr.read import is_float, is_literal, variables_in
+from jaxact._jaxpr.read import is_float, is_literal, num_bytes, variables_in
 from jaxact._jaxpr.types import Atom, Eqn, Jaxpr, Producers, Var
 from jaxact._plan.program import Program
 
@@ -124,7 +124,7 @@ class Chooser:
             (v, *others) = eqn.outvars
             is_alone = not others and self.classes.needed.get(v) == source
             are_floats = is_float(v) and is_float(latest)
-            if not is_alone or not are_floats or _bytes(v) > _bytes(latest):
+            if not is_alone or not are_floats or num_bytes(v) > num_bytes(latest):
                 break
             latest = v
         return latest
@@ -244,7 +244,3 @@ class Chooser:
         if eqn is None or eqn.primitive.name not in primitives:
             return []
         return list({self._nearest(b, roots): None for b in self.bases(eqn.invars)})
-
-
-def _bytes(v: Var) -> int:
-    return v.aval.size * v.aval.dtype.itemsize

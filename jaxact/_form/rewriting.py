@@ -14,6 +14,7 @@ from jaxact._form.scaled_poles import sources_of_scaled_poles
 from jaxact._form.softmax import with_softmaxes
 from jaxact._jaxpr.flow import Facts, fact_of, facts_inside, flow
 from jaxact._jaxpr.links import NO_LINKS, Links
+from jaxact._jaxpr.once import run_once
 from jaxact._jaxpr.primitives import MOVES
 from jaxact._jaxpr.read import is_float, is_of_platforms
 from jaxact._jaxpr.rewrite import Body, flatten, jit_body, with_held_programs
@@ -36,7 +37,7 @@ def rewrite(
     num_consts = len(flat.jaxpr.constvars)
     given = zip((*flat.jaxpr.constvars, *flat.jaxpr.invars), is_active, strict=True)
     active = [v for v, is_active_one in given if is_active_one]
-    jaxpr, constants = flatten(flat.jaxpr, jit_body)
+    jaxpr, constants = flatten(flat.jaxpr, run_once())
     flattened = _with_constants(flat, jaxpr, num_consts, len(constants))
     known = flow(jaxpr, input_facts(flattened), learn)
     facts = {v: ACTIVATION for v, fact in known.items() if fact}

@@ -123,6 +123,38 @@ def test_forward_of_two_norms_is_bit_identical(shape):
     assert_same_bits(got, jax.jit(grouped_norm_of_rms_norm)(*args))
 
 
+def product(x):
+    return jnp.cos(x) * x
+
+
+RUN_ONCE = {
+    "cond": lambda x: jax.lax.cond(True, product, jnp.sin, x),
+    "switch": lambda x: jax.lax.switch(1, [jnp.sin, product, jnp.tanh], x),
+    "index of a jit": jax.jit(
+        lambda x: jax.jit(lambda i: jax.lax.switch(i, [jnp.sin, product], x))(1)
+    ),
+    "fori_loop": lambda x: jax.lax.fori_loop(0, 1, lambda _, x: product(x), x),
+    "map": lambda x: jax.lax.map(product, x[None])[0],
+}
+
+
+@pytest.mark.parametrize("run", RUN_ONCE.values(), ids=RUN_ONCE)
+def test_forward_of_what_runs_once_is_bit_identical(run):
+    # XLA contracts its last product with the sum, unless that is packed with the rest.
+    keys = jax.random.split(jax.random.key(6))
+    args = (
+        jax.random.normal(keys[0], (64, 64)) / 8,
+        jax.random.normal(keys[1], (64, 64)),
+    )
+    with_sum = lambda h: run(h) + 0.1 * h[::-1]
+    f = lambda w, x: with_sum(x @ w)
+    small = jaxact.compress(f, activations="x")
+    loss = lambda w, x: (lambda y: ((y**2).mean(), y))(small(w, x))
+    (_, got), _ = jax.jit(jax.value_and_grad(loss, has_aux=True))(*args)
+    assert_same_bits(got, jax.jit(f)(*args))
+    assert "@" not in str(jaxact.residuals(small, *args))
+
+
 @each_program
 def test_exact_gradients_are_bit_identical(program):
     args = program.arguments()
