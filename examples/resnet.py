@@ -14,7 +14,7 @@ about twice):
   CIFAR-10    41.0 (40.3) %    36.9 (220.1)    83.4 (240.2)
 
 Full: ResNet-50 and 450,000 steps of 256 images. A step of 64 takes 686 MiB of
-temporaries on an H100, uncompressed 2762, `--bits 2` 493, as compiled for one by
+temporaries on an H100, uncompressed 2762, `--bits 2` 490, as compiled for one by
 `benchmarks/step.py`. On an H100 such steps took 1.14 times as long as uncompressed at 4
 bits (`benchmarks/gpu.py`); a full training was not run.
 """
