@@ -35,7 +35,7 @@ def run_once() -> Callable[[Eqn], Body | None]:
     def number_of(v: Atom) -> int | None:
         if not is_literal(v):
             return numbers.get(v)
-        return int(v.val) if _is_index(v) else None
+        return int(v.val) if _is_index(v) or v.aval.dtype == bool else None
 
     def body(eqn: Eqn) -> Body | None:
         known, name = list(map(number_of, eqn.invars)), eqn.primitive.name

@@ -133,6 +133,9 @@ RUN_ONCE = {
     "index of a jit": jax.jit(
         lambda x: jax.jit(lambda i: jax.lax.switch(i, [jnp.sin, product], x))(1)
     ),
+    "condition of a jit": jax.jit(
+        lambda x: jax.jit(lambda b: jax.lax.cond(b, product, jnp.sin, x))(True)
+    ),
     "fori_loop": lambda x: jax.lax.fori_loop(0, 1, lambda _, x: product(x), x),
     "map": lambda x: jax.lax.map(product, x[None])[0],
 }
