@@ -21,6 +21,7 @@ from jaxact._jaxpr.compat import open_jaxpr, with_body
 from jaxact._jaxpr.flow import facts_inside
 from jaxact._jaxpr.labels import (
     Label,
+    branch_component,
     labels_in,
     module_path,
     numbered,
@@ -86,4 +87,4 @@ def _label(eqn: Eqn, number: int) -> str:
     if eqn.primitive.name in JITS:
         own = labels_in(module_path(eqn.source_info.name_stack))
         return Label("sharded", own[-1].number if own else 0).component
-    return Label("branch", number).component if number else ""
+    return branch_component(number)

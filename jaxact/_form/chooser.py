@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from jaxact._form.classes import Classes
-from jaxact._jaxpr.read import is_float, is_literal, num_bytes, variables_in
+from jaxact._jaxpr.read import is_float, is_literal, num_bytes, readers_of
 from jaxact._jaxpr.types import Atom, Eqn, Jaxpr, Producers, Var
 from jaxact._plan.program import Program
 
@@ -102,11 +102,7 @@ class Chooser:
         before a GroupNorm another product with a sum, which is rounded once then.
         """
         kept, replayed = self.derive(residuals, stored)
-        readers: dict[Var, dict[int, Eqn]] = {}
-        for eqn in self.jaxpr.eqns:
-            if id(eqn) in replayed:
-                for v in variables_in(eqn.invars):
-                    readers.setdefault(v, {})[id(eqn)] = eqn
+        readers = readers_of([e for e in self.jaxpr.eqns if id(e) in replayed])
         ends = frozenset(residuals)
         latest = {self._latest(v, ends, readers) for v in kept}
         return dataclasses.replace(self, classes=self.classes.with_kept(latest))
@@ -115,12 +111,12 @@ class Chooser:
         self,
         kept: Var,
         residuals: frozenset[Var],
-        readers: Mapping[Var, Mapping[int, Eqn]],
+        readers: Mapping[Var, Sequence[Eqn]],
     ) -> Var:
         """The last value from `kept` alone that all else can be had from."""
         latest, source = kept, frozenset([kept])
         while latest not in residuals and len(readers.get(latest, ())) == 1:
-            (eqn,) = readers[latest].values()
+            (eqn,) = readers[latest]
             (v, *others) = eqn.outvars
             is_alone = not others and self.classes.needed.get(v) == source
             are_floats = is_float(v) and is_float(latest)

@@ -65,6 +65,11 @@ class Label(NamedTuple):
         return f"{self.kind}#{self.number}" if self.number else self.kind
 
 
+def branch_component(number: int) -> str:
+    """The component below a conditional's own; its first branch needs none."""
+    return Label("branch", number).component if number else ""
+
+
 def with_labels(jaxpr: Jaxpr) -> Jaxpr:
     """`jaxpr` with a label on each equation, also in jitted and checkpointed bodies.
 

@@ -6,22 +6,24 @@ does this: a branch that is packed apart would end in a product that is rounded 
 itself, where XLA contracts a * b + c in the uncompressed program.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 from jax import lax
 
 from jaxact._jaxpr.compat import open_jaxpr, scan_counts
-from jaxact._jaxpr.labels import Label, with_labels
+from jaxact._jaxpr.labels import branch_component, with_labels
 from jaxact._jaxpr.read import held_programs, is_literal
 from jaxact._jaxpr.rewrite import (
     Body,
+    body_of,
     jit_body,
     new_equation,
     new_variable,
     with_outputs,
 )
-from jaxact._jaxpr.types import Array, Atom, Eqn, Jaxpr, Var
+from jaxact._jaxpr.types import Atom, Eqn, Var
 
 
 def run_once() -> Callable[[Eqn], Body | None]:
@@ -75,8 +77,8 @@ def _branch(eqn: Eqn, number: int) -> Body:
     """A conditional's branch as the body of a call with the same operands."""
     branch, consts = open_jaxpr(held_programs(eqn)[number])
     inputs = [new_variable(eqn.invars[0].aval), *branch.invars]
-    name = Label("branch", number).component if number else ""
-    return _body(inputs, branch, consts, name)
+    body = body_of(with_labels(branch), consts, branch_component(number))
+    return dataclasses.replace(body, inputs=inputs)
 
 
 def _step(eqn: Eqn) -> Body:
@@ -96,17 +98,11 @@ def _step(eqn: Eqn) -> Body:
     ]
     outputs = [*step.outvars[:num_carry], *ys]
     whole = with_outputs(step, [*taken, *step.eqns, *put], outputs)
-    return _body([*step.invars[:first], *stacked], whole, consts, "")
+    body = body_of(with_labels(whole), consts)
+    return dataclasses.replace(body, inputs=[*step.invars[:first], *stacked])
 
 
 def _in_first(y: Var) -> dict[str, object]:
     """Parameters that put a value in the first place of an array of length 1."""
     axes = tuple(range(1, y.aval.ndim))
     return {"shape": y.aval.shape, "broadcast_dimensions": axes, "sharding": None}
-
-
-def _body(
-    inputs: Sequence[Var], jaxpr: Jaxpr, consts: Sequence[Array], name: str
-) -> Body:
-    constants = tuple(zip(jaxpr.constvars, consts, strict=True))
-    return Body(inputs, with_labels(jaxpr).eqns, jaxpr.outvars, constants, name)

@@ -25,7 +25,6 @@ from jaxact._jaxpr.types import (
     Array,
     Atom,
     Aval,
-    ClosedJaxpr,
     Eqn,
     Jaxpr,
     Literal,
@@ -53,19 +52,19 @@ def jit_body(eqn: Eqn) -> Body | None:
     """The body, if this is a `jit` that asks for nothing but to be called."""
     if not is_plain_jit(eqn):
         return None
-    return _body(eqn.params["jaxpr"], eqn.params["name"])
+    return body_of(*open_jaxpr(eqn.params["jaxpr"]), eqn.params["name"])
 
 
 def inlinable_body(eqn: Eqn) -> Body | None:
     """The body, if this is a plain `jit` or a custom rule that was not used."""
     is_rule = eqn.primitive.name == "custom_jvp_call" and not eqn.effects
     if is_rule and custom_vjp_body(eqn) is None:
-        return _body(eqn.params["call_jaxpr"], "")
+        return body_of(*open_jaxpr(eqn.params["call_jaxpr"]))
     return jit_body(eqn)
 
 
-def _body(closed: ClosedJaxpr, name: str) -> Body:
-    jaxpr, consts = open_jaxpr(closed)
+def body_of(jaxpr: Jaxpr, consts: Sequence[Array], name: str = "") -> Body:
+    """A program as a body, given values for its constants."""
     constants = tuple(zip(jaxpr.constvars, consts, strict=True))
     return Body(jaxpr.invars, jaxpr.eqns, jaxpr.outvars, constants, name)
 

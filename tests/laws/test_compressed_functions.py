@@ -97,6 +97,17 @@ def test_eager_forward_of_jitted_functions_is_bit_identical(activation):
     assert_same_bits(jax.vjp(small, *args)[0], f(*args))
 
 
+def in_step(f, args):
+    """What `f` returns beside its gradient in one jitted program."""
+
+    def loss(*args):
+        out = f(*args)
+        return jnp.sin(out).sum(), out
+
+    (_, out), _ = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(*args)
+    return out
+
+
 def grouped_norm_of_rms_norm(scales, x):
     rms = jax.lax.rsqrt((x**2).mean(1, keepdims=True) + 1e-6)
     groups = (x * (rms * scales[0])).reshape(len(x), 8, -1)
@@ -114,13 +125,7 @@ def test_forward_of_two_norms_is_bit_identical(shape):
     scales = 1 + jax.random.normal(keys[0], (2, 1, shape[1])) / 8
     args = scales, jax.random.normal(keys[1], shape)
     small = jaxact.compress(grouped_norm_of_rms_norm, activations="x")
-    gradient = lambda f: jax.value_and_grad(
-        lambda *args: (lambda y: (jnp.sin(y).sum(), y))(f(*args)),
-        argnums=(0, 1),
-        has_aux=True,
-    )
-    (_, got), _ = jax.jit(gradient(small))(*args)
-    assert_same_bits(got, jax.jit(grouped_norm_of_rms_norm)(*args))
+    assert_same_bits(in_step(small, args), jax.jit(grouped_norm_of_rms_norm)(*args))
 
 
 def product(x):
@@ -130,12 +135,12 @@ def product(x):
 RUN_ONCE = {
     "cond": lambda x: jax.lax.cond(True, product, jnp.sin, x),
     "switch": lambda x: jax.lax.switch(1, [jnp.sin, product, jnp.tanh], x),
-    "index of a jit": jax.jit(
-        lambda x: jax.jit(lambda i: jax.lax.switch(i, [jnp.sin, product], x))(1)
-    ),
-    "condition of a jit": jax.jit(
-        lambda x: jax.jit(lambda b: jax.lax.cond(b, product, jnp.sin, x))(True)
-    ),
+    "index of a jit": lambda x: jax.jit(
+        lambda i: jax.lax.switch(i, [jnp.sin, product], x)
+    )(1),
+    "condition of a jit": lambda x: jax.jit(
+        lambda b: jax.lax.cond(b, product, jnp.sin, x)
+    )(True),
     "fori_loop": lambda x: jax.lax.fori_loop(0, 1, lambda _, x: product(x), x),
     "map": lambda x: jax.lax.map(product, x[None])[0],
 }
@@ -145,16 +150,12 @@ RUN_ONCE = {
 def test_forward_of_what_runs_once_is_bit_identical(run):
     # XLA contracts its last product with the sum, unless that is packed with the rest.
     keys = jax.random.split(jax.random.key(6))
-    args = (
-        jax.random.normal(keys[0], (64, 64)) / 8,
-        jax.random.normal(keys[1], (64, 64)),
-    )
+    x = jax.random.normal(keys[1], (64, 64))
+    args = jax.random.normal(keys[0], (64, 64)) / 8, x
     with_sum = lambda h: run(h) + 0.1 * h[::-1]
     f = lambda w, x: with_sum(x @ w)
     small = jaxact.compress(f, activations="x")
-    loss = lambda w, x: (lambda y: ((y**2).mean(), y))(small(w, x))
-    (_, got), _ = jax.jit(jax.value_and_grad(loss, has_aux=True))(*args)
-    assert_same_bits(got, jax.jit(f)(*args))
+    assert_same_bits(in_step(small, args), jax.jit(f)(*args))
     assert "@" not in str(jaxact.residuals(small, *args))
 
 
