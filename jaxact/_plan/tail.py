@@ -3,7 +3,7 @@
 A barrier at a call's end lets nothing after it start before residuals are packed, and
 XLA fuses nothing across it. These operations are evaluated behind it, so that XLA can
 fuse them with their readers in the next call: in a transformer the sum at a block's
-end with the next norm's statistics.
+end with the next norm's statistics, in a DenseNet the division after a pool.
 """
 
 import collections
@@ -14,6 +14,11 @@ from jaxact._jaxpr.primitives import RESHAPES
 from jaxact._jaxpr.read import is_elementwise, producers_of, variables_in
 from jaxact._jaxpr.rewrite import prune, with_inputs, with_outputs
 from jaxact._jaxpr.types import Atom, Eqn, Jaxpr, Var
+
+# Not convolutions: a GPU's library adds the bias that follows one, in the same kernel.
+_STARTS = frozenset(
+    "dot_general reduce_window reduce_window_sum reduce_window_max".split()
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -49,7 +54,7 @@ def parted(jaxpr: Jaxpr, num_outputs: int) -> Parts:
 
 
 def _last(jaxpr: Jaxpr, outputs: Sequence[Atom], saved: Sequence[Atom]) -> list[Eqn]:
-    """The equations between matrix products and outputs that are made from them alone.
+    """The equations between products or pools and outputs made from them alone.
 
     Beside these they read small arrays, the call's inputs and saved values; and nothing
     else reads them. So nothing large is computed twice, and all that is held is in
@@ -86,11 +91,11 @@ class _Program:
     known: Collection[Var]
 
     def after_product(self, v: Var) -> list[Eqn]:
-        """The equations from a product to `v`; none if others are between them."""
+        """The equations from a product or pool to `v`; none if others are between."""
         found: list[Eqn] = []
         while v in self.makers and v not in self.known:
             eqn = self.makers[v]
-            if eqn.primitive.name == "dot_general":
+            if eqn.primitive.name in _STARTS:
                 return found
             large = [x for x in variables_in(eqn.invars) if x.aval.size >= v.aval.size]
             made = [x for x in large if x not in self.known]

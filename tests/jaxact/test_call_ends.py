@@ -27,6 +27,10 @@ def mlp(p, x):
     return jnp.tanh(x @ p["up"]) @ p["down"]
 
 
+def mean_of_two(x):
+    return jax.lax.reduce_window(x, 0.0, jax.lax.add, (1, 2, 1), (1, 2, 1), "VALID") / 2
+
+
 # A call, and the names of the operations behind its barrier.
 TAILS = {
     "a join": (lambda p, x: x + mlp(p, x), ["add"]),
@@ -35,6 +39,7 @@ TAILS = {
         ["add", "add", "broadcast_in_dim"],
     ),
     "a reshape": (lambda p, x: mlp(p, x).reshape(4, -1) * 2, ["mul", "reshape"]),
+    "a pool": (lambda p, x: mean_of_two(mlp(p, x)), ["div"]),
     "nothing": (mlp, []),
     "not a norm's sum": (lambda p, x: x / jnp.linalg.norm(mlp(p, x)), []),
     "not what is read twice": (

@@ -74,7 +74,11 @@ def calls(codec):
 
 
 @needs_target
-@pytest.mark.parametrize("codec", [Quantize(4), Adaptive(4)], ids=str)
+@pytest.mark.parametrize(
+    "codec",
+    [Quantize(4), pytest.param(Adaptive(4), marks=pytest.mark.thorough)],
+    ids=str,
+)
 def test_a_kernel_packs_the_input_of_a_batch_norm(codec):
     """It reads the product as it is, beside the mean and the factor of each column."""
     kernels = [x for x in calls(codec) if "_encode" in x]
