@@ -80,6 +80,9 @@ REDUCTIONS = frozenset(
     "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin "
     "reduce".split()
 )
+WINDOWS = frozenset(
+    "reduce_window reduce_window_sum reduce_window_max reduce_window_min".split()
+)
 # Equal to an operand's element, along an axis or up to a place on it.
 EXTREMES = frozenset(["reduce_max", "reduce_min"])
 RUNNING_EXTREMES = frozenset(["cummax", "cummin"])

@@ -15,7 +15,7 @@ It is the program's own order, with three exceptions:
 from collections.abc import Iterator, Mapping, Set
 from typing import TypeAlias
 
-from jaxact._jaxpr.primitives import MATMULS
+from jaxact._jaxpr.primitives import MATMULS, WINDOWS
 from jaxact._jaxpr.read import is_elementwise, variables_in
 from jaxact._jaxpr.types import Eqn, Jaxpr, Var
 
@@ -24,10 +24,7 @@ Order: TypeAlias = tuple[int, ...]
 _ANYWHERE = frozenset("broadcast_in_dim iota random_bits".split())
 _LOOPS = frozenset(["scan", "while"])
 # Of arrays with as many axes, in the same order.
-_WINDOWS = frozenset(
-    "concatenate pad slice rev reduce_window_sum reduce_window_max reduce_window_min "
-    "reduce_window".split()
-)
+_IN_ORDER = WINDOWS | frozenset("concatenate pad slice rev".split())
 _RESHAPES = frozenset("reshape squeeze expand_dims".split())
 
 
@@ -80,7 +77,7 @@ def _order(eqn: Eqn, found: Mapping[Var, Order], products: Set[Var]) -> Order:
         return tuple(map(permutation.index, found[inputs[0]]))
     if _reshapes(eqn) and inputs:
         return _reshaped(inputs[0], v, found[inputs[0]])
-    if is_elementwise(eqn) or name in _WINDOWS:
+    if is_elementwise(eqn) or name in _IN_ORDER:
         same = {found[x] for x in inputs if _is_alike(eqn, x)}
         return same.pop() if len(same) == 1 else own_order(v)
     return own_order(v)
@@ -96,7 +93,7 @@ def _reshapes(eqn: Eqn) -> bool:
 def _is_alike(eqn: Eqn, operand: Var) -> bool:
     """Whether the result of an elementwise function, or along windows, lies like it."""
     (v,) = eqn.outvars
-    if eqn.primitive.name in _WINDOWS:
+    if eqn.primitive.name in _IN_ORDER:
         return len(operand.aval.shape) == len(v.aval.shape)
     return operand.aval.shape == v.aval.shape
 

@@ -10,15 +10,13 @@ import collections
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
-from jaxact._jaxpr.primitives import RESHAPES
+from jaxact._jaxpr.primitives import RESHAPES, WINDOWS
 from jaxact._jaxpr.read import is_elementwise, producers_of, variables_in
 from jaxact._jaxpr.rewrite import prune, with_inputs, with_outputs
 from jaxact._jaxpr.types import Atom, Eqn, Jaxpr, Var
 
 # Not convolutions: a GPU's library adds the bias that follows one, in the same kernel.
-_STARTS = frozenset(
-    "dot_general reduce_window reduce_window_sum reduce_window_max".split()
-)
+_STARTS = WINDOWS | {"dot_general"}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

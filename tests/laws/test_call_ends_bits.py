@@ -17,8 +17,7 @@ from jaxact import Policy
 from support.programs import assert_same_bits
 
 C = 16
-RNG = np.random.default_rng(0)
-W = jnp.asarray(RNG.normal(size=(1, 1, C, C)) / C**0.5, jnp.float32)
+W = jax.random.normal(jax.random.key(0), (1, 1, C, C)) / C**0.5
 
 
 def normalized(x, axes):
@@ -55,5 +54,5 @@ def test_readers_of_a_call_keep_their_bits(end, reader):
     compressed = jaxact.compress(end, policy=Policy(bits=8), activations="x")
     step = lambda f: jax.jit(lambda w, x: jax.vjp(lambda *a: reader(f(*a)), w, x)[0])
     for batch, size in (2, 8), (4, 8), (3, 9):
-        x = jnp.asarray(RNG.normal(size=(batch, size, size, C)), jnp.float32)
+        x = jax.random.normal(jax.random.key(1), (batch, size, size, C))
         assert_same_bits(step(compressed)(W, x), step(end)(W, x))
